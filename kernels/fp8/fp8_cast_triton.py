@@ -79,7 +79,7 @@ def scale_of(amax, LIMIT: tl.constexpr, POWER: tl.constexpr):
     scale = tl.maximum(amax, TINY, propagate_nan=tl.PropagateNan.ALL) * (1.0 / LIMIT)
     if POWER:
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        scale = bits.to(tl.float32, bitcast=True)
+        scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)  # NaN stays NaN
     return scale, tl.div_rn(1.0, scale)
 
 

@@ -72,7 +72,7 @@ class Fp8Forms(NamedTuple):
 
 class Amax(NamedTuple):
     """Absolute maxima of a matrix [T, K] to scale its forms by: of each row [T, 1] and each column [K, 1], or of all of
-    it [1, 1], twice."""
+    it [1, 1], twice. Those of a form that is not cast may be empty."""
 
     rows: Tensor
     columns: Tensor
@@ -82,12 +82,13 @@ def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
     """The scales, float32, that map absolute maxima `amax` to the largest number of an 8-bit dtype."""
     scale = amax.float().clamp(min=TINY) * (1 / torch.finfo(dtype).max)
     if power_of_two:
-        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        scale = torch.where(scale.isnan(), scale, rounded)
     return scale
 
 
 def quantize(x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None) -> Fp8Tensor:
-    """Casts a matrix x [M, K] for products over K: to the nearest number, ties to even.
+    """Casts a matrix x [M, K] for products over K: to the nearest number, ties to even. bfloat16 is scaled in float32.
 
     `amax`, of the shape of the scales, are the maxima to scale by instead of those of x; what exceeds them saturates.
     """
@@ -97,7 +98,8 @@ def quantize(x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None) 
     found = tiles.abs().amax((1, 3)) if amax is None else amax
     scales = scale_of(found, dtype, power_of_two=recipe.power_of_two)
     largest = torch.finfo(dtype).max
-    scaled = tiles * (1 / scales).to(x.dtype)[:, None, :, None]
+    wide = accumulation_dtype(x.dtype)
+    scaled = tiles.to(wide) * (1 / scales).to(wide)[:, None, :, None]
     values = scaled.clamp(-largest, largest).to(dtype).view(m, k)
     return Fp8Tensor(values.contiguous(), scales.t().contiguous().t())
 

@@ -193,8 +193,11 @@ class PrecisionSection(Section):
         if self.fp8_scaling == "delayed" and self.matmul != "fp8-tensor":
             found = f"delayed with precision.matmul = {self.matmul}"
             yield Broken("fp8_scaling", "current, or matmul = fp8-tensor, which has a scale per tensor", found)
-        if self.fp8_head and self.matmul == "compute":
+        if self.matmul == "compute" and self.fp8_head:
             yield Broken("fp8_head", "false, or a matmul in FP8", "true with precision.matmul = compute")
+        if self.matmul == "compute" and self.fp8_experts == "always":
+            found = "always with precision.matmul = compute"
+            yield Broken("fp8_experts", "auto or never, or matmul = fp8-block", found)
 
     @property
     def bf16_reduce(self) -> bool:

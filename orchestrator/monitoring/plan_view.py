@@ -16,7 +16,7 @@ from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, 
 from pentad.orchestrator.planning.comm_volume import transports
 from pentad.orchestrator.planning.estimate import ON_HOST, copy_slots_bytes, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
-from pentad.orchestrator.planning.fp8_experts import why_not, why_not_shared
+from pentad.orchestrator.planning.fp8_costs import why_not, why_not_shared
 from pentad.orchestrator.planning.numerics import why_gathered_wide
 from pentad.schedules.ir.errors import enumerated
 from pentad.schedules.passes.offload_arena import arena
@@ -101,6 +101,7 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         scales = {"tensor": "a scale per tensor", "row": "a scale per row", "block": "scales per 1 x 128 and 128 x 128"}
         layers += " and the head" * plan.fp8.head
         scale = scales[plan.fp8.scaling] + " by the step before" * plan.fp8.delayed
+        scale += ", a power of two" * plan.fp8.power_of_two
         facts["matmul"] = f"FP8 in {layers}, {scale}, gradients {plan.fp8.gradients}"
         if model.experts is not None:
             tokens = batch.micro_batch_size * batch.sequence_length // plan.mesh.cp

@@ -7,13 +7,14 @@ scores that is not masked.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import stage_volume
+from pentad.orchestrator.planning.fp8_costs import unfused_seconds, unread_seconds
 from pentad.orchestrator.planning.hardware import (
     FP8_SPEEDUPS,
     NODE_GPUS,
@@ -283,8 +284,9 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
     # memory traffic of norms, residual sums and activations, and of rows sorted by expert and added up again
     values = count * (8 * model.hidden + 3 * width) / piece.mesh.tp + 3 * routed * model.hidden
     elementwise = tokens * piece.itemsize * values / rates.elementwise
-    unread = _unread_seconds(model, range(first, end - mtp_layers), piece, rates)
-    moved = max(0.0, 1.5 * elementwise - unread[1])  # in B
+    unread = unread_seconds(model, range(first, end - mtp_layers), piece, rates)
+    unfused = unfused_seconds(model, range(first, end - mtp_layers), piece, rates)
+    read, moved = max(0.0, elementwise - unread[0]) + unfused[0], max(0.0, 1.5 * elementwise - unread[1]) + unfused[1]
     counts = part_flops(model, span, length)
     parts = {part: speed * work / 2 * count * pace for part, count in counts.items()}
     parts["core_attn"] = work / 2 * counts["core_attn"] / rate_at(of_width.forward, length)
@@ -295,7 +297,7 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
     for part in products:  # what is read and written around each
         parts[part] += elementwise / len(products)
     return StageSeconds(
-        forward=linear + of_experts.forward + attention + head.forward + head.loss + max(0.0, elementwise - unread[0]),
+        forward=linear + of_experts.forward + attention + head.forward + head.loss + read,
         backward=linear + of_experts.backward + attention_backward + head.backward + head.dloss + moved,
         weight=linear + of_experts.weight + head.weight,
         parts=parts,
@@ -353,23 +355,6 @@ def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> HeadSeconds:
     casts = logits * (reads * piece.itemsize + 2) / rates.elementwise
     products = count * product - _saved_by_8bit(rates, piece.fp8.scaling, flops)
     return HeadSeconds(*(products,) * 3, loss, 2 * loss + casts)
-
-
-def _unread_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates: Rates) -> tuple[float, float]:
-    """Seconds that F and B of these layers take less with delayed scaling: casts do not read the inputs of their
-    products for a maximum first, nor the operands of what makes those."""
-    if piece.fp8 is None or not piece.fp8.delayed or piece.device != "cuda":
-        return 0.0, 0.0
-    forward, backward = 0, 0
-    for matrix in fp8_matrices(model, piece.fp8, layers):
-        outputs, inputs = matrix.shape
-        is_unit = matrix.name.endswith(".down")  # whose input is made of twice as many values, gate and up
-        forward += inputs * (1 + is_unit)
-        # its gradient; that of gate and up is made of these and of the unit's; attention's result is cast once more
-        backward += outputs // 2 if matrix.name.endswith(".gate_up") else outputs
-        backward += 2 * inputs * is_unit + inputs * matrix.name.endswith(".out")
-    share = piece.tokens * piece.itemsize / piece.mesh.tp / rates.elementwise
-    return forward * share, backward * share
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pentad.orchestrator.activations.allocations import FP8_TILE
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.fp8_experts import in_8_bits, shared_in_8_bits
+from pentad.orchestrator.planning.fp8_costs import in_8_bits, shared_in_8_bits
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
@@ -87,6 +87,9 @@ def require_fp8(plan: Plan, gpu: str) -> None:
         raise PentadError(f"{matmul} on {gpu}, which multiplies no 8-bit numbers: expected precision.matmul = compute")
     if plan.device == "cuda" and gpu and plan.fp8.scaling == "block" and not WITH_BLOCKS.search(gpu):
         raise PentadError(f"{matmul} on {gpu}: expected a Hopper GPU, or fp8-tensor, fp8-row or compute")
+    if plan.device == "cuda" and plan.dtype == "float64":
+        expected = "expected precision.compute = bfloat16 or float32, or precision.matmul = compute"
+        raise PentadError(f"{matmul} with precision.compute = float64 on GPUs: {expected}")
     for what, size in _sizes(plan, plan.fp8).items():
         if size % FP8_TILE:
             dense = plan.model.dense_layers  # before those with experts
@@ -104,7 +107,7 @@ def _sizes(plan: Plan, fp8: Fp8Spec) -> dict[str, int]:
     found = {
         "model.hidden": model.hidden,
         f"queries' width (model.heads x head_dim){rank}": model.heads * model.qk_head_dim // tp,
-        "tokens of a microbatch that a rank holds at once": plan.slice_tokens,
+        "tokens that a rank holds at once (batch.sequence_length x sequences / mesh.cp / slices)": plan.slice_tokens,
     }
     if mla is None:
         found[f"keys' width (model.kv_heads x head_dim){rank}"] = max(1, model.kv_heads // tp) * model.qk_head_dim

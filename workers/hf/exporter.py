@@ -96,6 +96,9 @@ def model_tensors(
     dtype = getattr(torch, _written_dtype(request.dtype))
     weights = FileTensors(StoredTensors(source, "model", request.model), table, dtype)
     weights.dtypes.pop(HEAD if HEAD in table.copies else "", None)  # transformers leaves out a tied head, too
+    if request.dtype == "fp8" and request.model.expert_biases:
+        found = "--dtype is fp8 for experts with biases, which transformers does not read in 8 bits"
+        raise PentadError(f"{found}: expected bfloat16 or float32")
     return table, QuantizedTensors(weights) if request.dtype == "fp8" else weights
 
 

@@ -12,7 +12,7 @@ from pentad.workers.hf.names import FileTensor, TensorEntry, TensorTable
 from pentad.workers.hf.stored_tensors import StoredTensors
 
 BIAS = "experts.bias"
-PROJECTIONS = re.compile(r".*\.layers\.\d+\..*(?<!eh)_proj(_with_mqa)?\.weight")
+PROJECTIONS = re.compile(r".*\.layers\.\d+\.(.*(?<!eh)_proj(_with_mqa)?|.*\.experts\.\d+\.w[123])\.weight")
 
 
 class FileTensors:

@@ -33,15 +33,17 @@ class SplitOver(NamedTuple):
     tokens: RowGroup = RowGroup()
     features: RowGroup = RowGroup()
 
-    def amax(self, x: Tensor, recipe: Recipe) -> Amax | None:
-        """What the recipe scales x by, as of the whole operand; None: its tiles are local."""
+    def amax(self, x: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> Amax | None:
+        """What the recipe scales these forms of x by, as of the whole operand; None: its tiles are local."""
         if recipe.scaling == "block":
             return None
         if recipe.scaling == "tensor":
             return twice(self.whole(absolute_maximum(x)))
-        rows = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True).float()
-        columns = torch.linalg.vector_norm(x, torch.inf, dim=0)[:, None].float()
-        return Amax(self.features.maximum(rows).wait(), self.tokens.maximum(columns).wait())
+        none = x.new_empty(0, 1, dtype=torch.float32)
+        return Amax(
+            self.features.maximum(_maxima(x, 1)).wait() if rows else none,
+            self.tokens.maximum(_maxima(x, 0)).wait() if columns else none,
+        )
 
     def whole(self, amax: Tensor) -> Tensor:
         """That of the tensor [1, 1], from that of this rank's part."""
@@ -110,7 +112,8 @@ class Casts:
         x = x.contiguous()
         delayed = self._delayed(name, role)
         if delayed is None:
-            return fp8_cast(x, self.recipe, role, split.amax(x, self.recipe), rows=rows, columns=columns)
+            amax = split.amax(x, self.recipe, rows=rows, columns=columns)
+            return fp8_cast(x, self.recipe, role, amax, rows=rows, columns=columns)
         if self.is_known:
             amax, maxima = twice(delayed.amax), delayed.maxima if rows else None
             return fp8_cast(x, self.recipe, role, amax, rows=rows, columns=columns, maxima=maxima)
@@ -215,3 +218,8 @@ def require_units(recipe: Recipe, device: torch.device) -> None:
 def twice(amax: Tensor) -> Amax:
     """For both forms of a tensor with one scale."""
     return Amax(amax, amax)
+
+
+def _maxima(x: Tensor, dim: int) -> Tensor:
+    """The absolute maxima of x along a dimension, float32, one below the other."""
+    return torch.linalg.vector_norm(x, torch.inf, dim=dim)[:, None].float()

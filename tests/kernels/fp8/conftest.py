@@ -8,20 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "bf16": torch.bfloat16}
 
 
 @pytest.fixture
-def nearest_8_bit_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def nearest_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton 3.6's interpreter forgets to carry from the significand to the exponent when it rounds."""
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
 
-    def rounded(x: Any, source: Any, target: Any, mode: Any) -> Any:
+    def convert_to_nearest(x: Any, source: Any, target: Any, mode: Any) -> Any:
         if target.name not in DTYPES:
             return convert(x, source, target, mode)
         assert x.dtype == np.float32
-        return torch.from_numpy(x.copy()).to(DTYPES[target.name]).view(torch.uint8).numpy()
+        rounded = torch.from_numpy(x.copy()).to(DTYPES[target.name])
+        return rounded.view(torch.uint16 if rounded.itemsize == 2 else torch.uint8).numpy()
 
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    monkeypatch.setattr(interpreter, "_convert_float", convert_to_nearest)

@@ -37,13 +37,32 @@ def test_a_cast_is_off_by_at_most_half_a_step_of_its_tile(scaling: Scaling, role
         assert torch.equal(torch.frexp(found.scales)[0], torch.full_like(found.scales, 0.5))
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_a_part_are_those_of_the_whole(parts: int, role: Role, dtype: torch.dtype) -> None:
+    """Rows as context and sequence parallelism cut them, columns as row-parallel products do."""
+    recipe, x = Recipe("block", "e5m2"), (torch.randn(512, 512) * torch.logspace(-3, 3, 512)).to(dtype)
+    rows, columns = forms_of(x, recipe, role)
+    assert rows is not None and columns is not None
+    for dim in (0, 1):
+        for number, part in enumerate(x.chunk(parts, dim)):
+            found = forms_of(part.contiguous(), recipe, role)
+            for form, whole, along in ((found.rows, rows, dim), (found.columns, columns, 1 - dim)):
+                assert form is not None
+                for each, all_parts in zip(form, whole, strict=True):
+                    assert torch.equal(each.float(), all_parts.chunk(parts, along)[number].float())
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_zeros_stay_zeros_and_what_is_not_finite_is_seen(scaling: Scaling) -> None:
-    x = torch.zeros(128, 256)
-    assert torch.equal(quantize(x, Recipe(scaling), "activation").dequantize(torch.float32), x)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_zeros_stay_zeros_and_what_is_not_finite_is_seen(scaling: Scaling, power_of_two: bool) -> None:
+    x, recipe = torch.zeros(128, 256), Recipe(scaling, power_of_two=power_of_two)
+    assert torch.equal(quantize(x, recipe, "activation").dequantize(torch.float32), x)
     for bad in (torch.nan, torch.inf):
         x[3, 5] = bad
-        assert not quantize(x, Recipe(scaling), "activation").dequantize(torch.float32)[3, 5].isfinite()
+        found = quantize(x, recipe, "activation")
+        assert not found.dequantize(torch.float32)[3, 5].isfinite() and not found.scales.isfinite().all()
 
 
 def test_what_exceeds_a_given_maximum_saturates() -> None:

@@ -16,7 +16,7 @@ from pentad.kernels.fp8 import fp8_expert_glu_triton, fp8_grouped_triton
 from pentad.kernels.fp8.fp8_expert_glu import fp8_weighted_glu, fp8_weighted_glu_backward
 from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Recipe
 
-pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter", "nearest_8_bit_numbers")
+pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter", "nearest_numbers")
 RECIPES = [Recipe("block"), pytest.param(Recipe("block", "e5m2", power_of_two=True), marks=pytest.mark.slow)]
 
 

@@ -19,7 +19,7 @@ from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_
 from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
 from pentad.kernels.fp8.fp8_tensor import Amax, Recipe, Role
 
-pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter", "nearest_8_bit_numbers")
+pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter", "nearest_numbers")
 # Slow but for two.
 SLOWLY = [pytest.param(each, marks=[] if each in (RECIPES[0], RECIPES[-1]) else [pytest.mark.slow]) for each in RECIPES]
 
@@ -27,15 +27,30 @@ SLOWLY = [pytest.param(each, marks=[] if each in (RECIPES[0], RECIPES[-1]) else 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", SLOWLY)
 @pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
-def test_cast(recipe: Recipe, role: Role) -> None:
-    x = torch.randn(256, 384)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_casts_have_the_bits_of_the_reference(recipe: Recipe, role: Role, dtype: torch.dtype) -> None:
+    """Scales and what they multiply are float32, also for values in bfloat16."""
+    x = torch.randn(256, 384).to(dtype)
     x[3:140, 128:256] = 0
     found = fp8_cast_triton.fp8_cast(x, recipe, role, amax_for(recipe, x))
     for a, b in zip(found, fp8_cast(x, recipe, role, amax_for(recipe, x)), strict=True):
-        assert_nearly_equal(a, b, differing=0.0)
+        assert a is not None and b is not None
+        assert torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8)) and torch.equal(a.scales, b.scales)
 
 
-@pytest.mark.parametrize("recipe", [Recipe("tensor"), Recipe("row")])
+@pytest.mark.parametrize("rows", [True, False])
+def test_one_form_is_cast_by_its_own_maxima(rows: bool) -> None:
+    x, recipe = torch.randn(128, 256), Recipe("row")
+    both = amax_for(recipe, x)
+    assert both is not None
+    amax = both._replace(**{"columns" if rows else "rows": torch.empty(0, 1)})
+    found = fp8_cast_triton.fp8_cast(x, recipe, "activation", amax, rows=rows, columns=not rows)
+    want = fp8_cast(x, recipe, "activation", both)
+    assert (found.rows is not None, found.columns is not None) == (rows, not rows)
+    assert_nearly_equal(found[not rows], want[not rows], differing=0.0)
+
+
+@pytest.mark.parametrize("recipe", [Recipe("tensor"), Recipe("row"), Recipe("tensor", power_of_two=True)])
 def test_a_given_maximum_that_is_not_a_number_is_seen(recipe: Recipe) -> None:
     """That of a tensor may be one that another rank has."""
     x = torch.randn(128, 256)
@@ -76,9 +91,10 @@ def test_rows_of_a_tile_with_its_maximum_are_cast_as_the_tile(power_of_two: bool
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", SLOWLY)
 @pytest.mark.parametrize("fused", [False, True])
-def test_rms_norm(recipe: Recipe, fused: bool) -> None:
-    x, residual = torch.randn(2, 128, 384)
-    weight, amax, r = torch.randn(384), amax_for(recipe, x * 3), residual if fused else None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm(recipe: Recipe, fused: bool, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 128, 384).to(dtype)
+    weight, amax, r = torch.randn(384).to(dtype), amax_for(recipe, x * 3), residual if fused else None
     of_rows = amax and amax.rows
     found = fp8_norm_triton.fp8_rms_norm(x, weight, 1e-5, recipe, of_rows, r, 1.0)
     want = fp8_rms_norm(x, weight, 1e-5, recipe, of_rows, r, 1.0)
@@ -92,8 +108,9 @@ def test_rms_norm(recipe: Recipe, fused: bool) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", SLOWLY)
-def test_glu(recipe: Recipe) -> None:
-    gate_up, dy = torch.randn(128, 512), torch.randn(128, 256)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_glu(recipe: Recipe, dtype: torch.dtype) -> None:
+    gate_up, dy = torch.randn(128, 512).to(dtype), torch.randn(128, 256).to(dtype)
     amax, of_gradients = amax_for(recipe, 4 * dy), amax_for(recipe, 4 * gate_up)
     of_rows = amax and amax.rows
     found = fp8_glu_triton.fp8_glu(gate_up, recipe, "silu", of_rows)

@@ -346,10 +346,12 @@ def test_a_sparkline_follows_its_values() -> None:
 
 
 def test_numbers_are_readable() -> None:
-    assert [format_duration(s) for s in (None, 5e-5, 0.0594, 2.345, 500, 90000)] == [
+    assert [format_duration(s) for s in (None, 5e-5, 9.996e-4, 0.0594, 0.9996, 2.345, 500, 90000)] == [
         "-",
         "50 us",
+        "1 ms",
         "59.4 ms",
+        "1 s",
         "2.35 s",
         "8 min",
         "25 h 0 min",

@@ -100,7 +100,7 @@ def test_weights_gathered_in_8_bits_have_half_the_bytes() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"batch": {"sequence_length": 96}}, "tokens of a microbatch that a rank holds at once is 96"),
+        ({"batch": {"sequence_length": 96}}, r"at once \(batch.sequence_length x sequences / mesh.cp / slices\) is 96"),
         ({"model": {"ffn": 320}}, "model.ffn is 320: expected a multiple of 128"),
         ({"model": {"heads": 4, "kv_heads": 1}}, r"keys' width \(model.kv_heads x head_dim\) is 64"),
         (
@@ -125,6 +125,10 @@ def test_weights_gathered_in_8_bits_have_half_the_bytes() -> None:
             r"model.vocab on each of 2 tensor ranks \(mesh.tp\) is 192",
         ),
         ({"precision": {"matmul": "compute", "fp8_head": True}}, "fp8_head is true with precision.matmul = compute"),
+        (
+            {"precision": {"matmul": "compute", "fp8_experts": "always"}},
+            "fp8_experts is always with precision.matmul = compute: expected auto or never, or matmul = fp8-block",
+        ),
         (LATENT, r"model\.mla\.kv_lora_rank is 64"),
         (
             {"precision": {"fp8_skip_first_layers": 3, "fp8_skip_last_layers": 1}},
@@ -152,6 +156,20 @@ def test_delayed_scaling_is_the_plans_and_takes_less_time_on_a_gpu() -> None:
     assert before.forward[0] - after.forward[0] == pytest.approx(layers * (3 * 256 + 2 * 512) * second)
     assert before.backward[0] - after.backward[0] == pytest.approx(layers * (2 * 256 + 768 + 3 * 512 + 256) * second)
     assert before.weight == after.weight
+
+
+def test_casts_of_rows_are_kernels_of_their_own_on_a_gpu() -> None:
+    """Of a layer of 256, 512 in the middle: F moves 2 x 2 x 256 (norms) + 512 values a token more, B 2 x 3 x 256 + 8 x
+    512, and reads the gradients of qkv (768), out and down once more."""
+    rates = replace(rates_of("cuda", "NVIDIA H200"), layer_issue=(0.0, 0.0, 0.0))
+    plan = replace(plan_with({"matmul": "fp8-row"}), device="cuda", rates=rates)
+    assert plan.fp8 is not None
+    found, tensor = (costs_of(replace(plan, fp8=replace(plan.fp8, scaling=each))) for each in ("row", "tensor"))
+    products = found.weight[0] - tensor.weight[0]  # each of F, B and W has as many FLOPs
+    layers, second = 2, 128 * 4 / rates.elementwise
+    assert found.forward[0] - tensor.forward[0] == pytest.approx(products + layers * (4 * 256 + 512) * second)
+    more = layers * (6 * 256 + 8 * 512 + 768 + 2 * 256) * second
+    assert found.backward[0] - tensor.backward[0] == pytest.approx(products + more)
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
@@ -182,6 +200,14 @@ def test_a_gpu_without_8_bit_products_is_refused() -> None:
     for gpu in ("NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA A10G", "NVIDIA RTX A6000", "Tesla T4"):
         with pytest.raises(PentadError, match=f"fp8-tensor on {gpu}, which multiplies no 8-bit numbers"):
             require_fp8(plan, gpu)
+
+
+@pytest.mark.parametrize("name", ["tensor", "row", "block"])
+def test_products_in_float64_are_refused_on_gpus(name: str) -> None:
+    plan = plan_with({"matmul": f"fp8-{name}", "compute": "float64"})
+    require_fp8(plan, "")  # emulated
+    with pytest.raises(PentadError, match=f"fp8-{name} with precision.compute = float64 on GPUs: expected .* float32"):
+        require_fp8(replace(plan, device="cuda"), "NVIDIA H200")
 
 
 @pytest.mark.parametrize("gpu", ["NVIDIA B200", "NVIDIA L40S", "NVIDIA RTX 4000 Ada Generation"])
@@ -247,6 +273,8 @@ def test_the_plan_says_what_is_scaled_how() -> None:
     precision = {"matmul": "fp8-tensor", "fp8_scaling": "delayed", "fp8_head": True}
     found = facts_of(plan_with(precision, model={"vocab": 512}), "matmul")
     assert "FP8 in all layers and the head, a scale per tensor by the step before, gradients e4m3" in found
+    found = facts_of(plan_with({"matmul": "fp8-row", "fp8_power_of_two_scales": True}), "matmul")
+    assert "FP8 in all layers, a scale per row, a power of two, gradients e4m3" in found
 
 
 def facts_of(plan: Plan, row: str = "experts") -> str:

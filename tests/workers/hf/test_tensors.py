@@ -14,6 +14,7 @@ import torch
 from hf_files import SINGLE, change, give, refused, take, tensors_of, with_tensors
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pentad.schedules.ir.errors import PentadError
@@ -114,9 +115,9 @@ def test_mxfp4_has_no_partial_blocks(inputs: int) -> None:
         packed_shapes((4, inputs, 8))
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3", "mixtral"])
 def test_what_is_written_in_8_bits_is_read_back(saved, tmp_path: Path, name: str) -> None:
-    """Each projection to half a step of its block's scale, all else as in bfloat16."""
+    """Each projection to half a step of its block's scale, all else as in bfloat16; by transformers, too."""
     done = take(saved(name), tmp_path / "checkpoint")
     give(done.folder, tmp_path / "wide", done.family, done.model, dtype="bfloat16")
     give(done.folder, tmp_path / "eight", done.family, done.model, dtype="fp8")
@@ -124,7 +125,8 @@ def test_what_is_written_in_8_bits_is_read_back(saved, tmp_path: Path, name: str
     config = json.loads((tmp_path / "eight" / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     scaled = {each.removesuffix("_scale_inv") for each in eight if each.endswith("_scale_inv")}
-    assert scaled == {each for each in wide if each.endswith(("_proj.weight", "_with_mqa.weight"))}
+    projections = ("_proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+    assert scaled == {each for each in wide if each.endswith(projections)}
     for each, tensor in wide.items():
         assert eight[each].dtype == (torch.float8_e4m3fn if each in scaled else tensor.dtype), each
         if each not in scaled:
@@ -133,6 +135,19 @@ def test_what_is_written_in_8_bits_is_read_back(saved, tmp_path: Path, name: str
     for each, tensor in tensors_of(done).items():
         error = (again[each] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-9)
         assert error < 1 / 16, each
+    on_cpu = {"dtype": torch.float32, "quantization_config": FineGrainedFP8Config(dequantize=True)}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "eight", **on_cpu).state_dict()
+    for each, tensor in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype=torch.float32).state_dict().items()
+    ):
+        assert (theirs[each] - tensor).abs().max() <= tensor.abs().max() / 16, each
+
+
+def test_experts_with_biases_are_not_written_in_8_bits(saved, tmp_path: Path) -> None:
+    done = take(saved("gpt-oss"), tmp_path / "checkpoint")
+    with pytest.raises(PentadError, match=r"fp8 for experts with biases, .*: expected bfloat16 or float32"):
+        give(done.folder, tmp_path / "eight", done.family, done.model, dtype="fp8")
+    assert not (tmp_path / "eight").exists()
 
 
 def test_mtp_layers_that_transformers_did_not_save_are_left_out(saved, tmp_path: Path) -> None:

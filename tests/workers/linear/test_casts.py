@@ -1,4 +1,4 @@
-"""Which GPUs multiply in 8 bits."""
+"""Which GPUs multiply in 8 bits, and what casts agree on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import torch
 
 from pentad.kernels.fp8.fp8_tensor import Recipe, Scaling
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.linear.casts import Casts
+from pentad.workers.linear.casts import Casts, SplitOver
+from pentad.workers.parallel.async_ops import AsyncResult, ready
+from pentad.workers.parallel.row_exchange import RowGroup
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,23 @@ def test_a_rank_refuses_a_gpu_without_the_products_of_its_recipe(
         return
     with pytest.raises(PentadError, match=f"fp8-{scaling} on a GPU, which has no such products: .* {expected}$"):
         Casts(Recipe(scaling), torch.device("cuda"), torch.float32)
+
+
+class Doubling(RowGroup):
+    """A group of which others have twice the maximum."""
+
+    def maximum(self, values: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        return ready(2 * values)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(True, False), (False, True), (True, True)])
+def test_ranks_agree_on_the_maxima_of_the_forms_that_are_cast(rows: bool, columns: bool) -> None:
+    """Of rows with those that have other features, of columns with those that have other tokens."""
+    x = torch.randn(128, 256)
+    found = SplitOver(RowGroup(), Doubling()).amax(x, Recipe("row"), rows=rows, columns=columns)
+    assert found is not None
+    assert torch.equal(found.rows, 2 * x.abs().amax(1, keepdim=True) if rows else torch.empty(0, 1))
+    assert torch.equal(found.columns, x.abs().amax(0)[:, None] if columns else torch.empty(0, 1))
+    casts = Casts(Recipe("row"), torch.device("cpu"), torch.float32)
+    forms = casts.cast(x, "activation", "", SplitOver(), rows=rows, columns=columns)
+    assert [each is not None for each in forms] == [rows, columns]

@@ -1,14 +1,18 @@
-"""Whether experts multiply in 8 bits: only where that is faster, as measured."""
+"""What casts to 8 bits take beside products, and whether experts multiply in 8 bits: only where that is faster, as
+measured."""
 
 from __future__ import annotations
 
-from pentad.orchestrator.activations.allocations import FP8_TILE
+from collections.abc import Iterable
+
+from pentad.orchestrator.activations.allocations import FP8_TILE, Piece
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.hardware import EXPERT_FLOPS, expert_rows
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.tensors import fp8_matrices
 
 
 def in_8_bits(config: RunConfig, model: ModelSpec, rates: Rates) -> bool:
@@ -63,3 +67,38 @@ def _impossible(model: ModelSpec, scaling: str, mesh: Mesh) -> str:
     if model.hidden % FP8_TILE or width % FP8_TILE:
         return f"matrices of {model.hidden} x {width} on a rank are not whole tiles of {FP8_TILE}"
     return ""
+
+
+def unread_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates: Rates) -> tuple[float, float]:
+    """Seconds that F and B of these layers take less with delayed scaling: casts do not read the inputs of their
+    products for a maximum first, nor the operands of what makes those."""
+    if piece.fp8 is None or not piece.fp8.delayed or piece.device != "cuda":
+        return 0.0, 0.0
+    forward, backward = 0, 0
+    for matrix in fp8_matrices(model, piece.fp8, layers):
+        outputs, inputs = matrix.shape
+        is_unit = matrix.name.endswith(".down")  # whose input is made of twice as many values, gate and up
+        forward += inputs * (1 + is_unit)
+        # its gradient; that of gate and up is made of these and of the unit's; attention's result is cast once more
+        backward += outputs // 2 if matrix.name.endswith(".gate_up") else outputs
+        backward += 2 * inputs * is_unit + inputs * matrix.name.endswith(".out")
+    share = piece.tokens * piece.itemsize / piece.mesh.tp / rates.elementwise
+    return forward * share, backward * share
+
+
+def unfused_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates: Rates) -> tuple[float, float]:
+    """Seconds that F and B of these layers take more with scales of rows, whose casts are kernels of their own, than
+    with one scale a tensor: values are written in 16 bits, read for their maxima, and read to be cast."""
+    if piece.fp8 is None or piece.fp8.scaling != "row" or piece.device != "cuda":
+        return 0.0, 0.0
+    forward, backward = 0, 0
+    for matrix in fp8_matrices(model, piece.fp8, layers):
+        outputs, inputs = matrix.shape
+        if matrix.name.endswith(".down"):  # the unit, whose kernels would read twice and thrice as many values again
+            forward, backward = forward + inputs, backward + 8 * inputs
+        elif not matrix.name.endswith(".out"):  # a norm
+            forward, backward = forward + 2 * inputs, backward + 3 * inputs
+        if not matrix.name.endswith(".gate_up"):  # of gradients both rows and columns have maxima
+            backward += outputs
+    share = piece.tokens * piece.itemsize / piece.mesh.tp / rates.elementwise
+    return forward * share, backward * share
