@@ -103,8 +103,8 @@ METRICS = {
     "pentad_rank_seconds": Metric(
         "gauge",
         "Seconds of a rank in an op on a stage in the last step, without waits inside layers; DATA and HOST are what "
-        "the loader and the host kept waiting. RECV_F and RECV_B are one link each: from the rank with the stage before, "
-        "and with the one after.",
+        "the loader and the host kept waiting. RECV_F and RECV_B are one link each: from the rank with the stage "
+        "before, and with the one after.",
         ("rank", "op", "stage"),
     ),
     # the ranks
