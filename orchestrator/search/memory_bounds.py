@@ -86,8 +86,8 @@ def _frozen(layout: Layout, held: LayerRange) -> int:
 
 
 def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
-    """By op and stage of an action: what the rank holds before it, in different rows [saved pieces of each stage,
-    deferred ones of each]."""
+    """By op and stage of an action: what the rank holds before each, in rows [saved pieces of each stage, deferred ones
+    of each]."""
     columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
     op, stage = columns.op[first:end], columns.stage[first:end]
     changes = np.zeros((end - first, 2 * len(program.placement[rank])), int)
@@ -97,7 +97,7 @@ def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
         changes[:, number + len(program.placement[rank])] = own * (_B[op].astype(int) - _W[op])
     before = np.cumsum(changes, axis=0) - changes
     return {
-        (name, each): np.unique(before[(stage == each) & mask[op]], axis=0)
+        (name, each): before[(stage == each) & mask[op]]
         for name, mask in (("F", _F), ("B", _B), ("BW", _BW))
         for each in program.placement[rank]
     }

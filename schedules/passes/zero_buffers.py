@@ -159,10 +159,14 @@ def first_fit(sizes: Array, apart: Array) -> Array:
     offsets = np.zeros_like(sizes)
     if not sizes.any():
         return offsets
+    order = np.argsort(-sizes, kind="stable")
+    if apart.all():
+        offsets[order] = (np.cumsum(sizes[order]) - sizes[order]) * (sizes[order] > 0)
+        return offsets
     rows = [int.from_bytes(row.tobytes(), "little") for row in np.packbits(apart, axis=1, bitorder="little")]
     placed = dict[tuple[int, int], int]()  # pieces, as the bits of a number, by offset and size
     places = list[tuple[int, int]]()  # by offset
-    for index in np.argsort(-sizes, kind="stable").tolist():
+    for index in order.tolist():
         size, lowest = int(sizes[index]), 0
         for offset, other in places:
             if rows[index] & placed[offset, other]:
