@@ -13,7 +13,7 @@ from pentad.schedules.generators import custom, torch_csv
 from pentad.schedules.generators.dualpipe import dualpipe, dualpipe_v
 from pentad.schedules.generators.one_f_one_b import gpipe, interleaved, one_f_one_b
 from pentad.schedules.generators.v_blocks import v_half, v_min
-from pentad.schedules.generators.zb_auto import zb_1p, zb_2p
+from pentad.schedules.generators.zb_auto import least_warm_up, zb_1p, zb_2p
 from pentad.schedules.generators.zb_h import zb_h1, zb_h2
 from pentad.schedules.generators.zb_v import zb_v
 from pentad.schedules.ir.errors import PentadError
@@ -65,7 +65,8 @@ class Entry:
     """`generate(spec)` gives the compute order of every rank, `placement(rank, spec)` its stages.
 
     `summary` says in a line what the schedule does, `paper` where it was published. `accepts` names its options,
-    `chunks` and `slices` are its defaults, and `refusal` says what is wrong with a size, or is empty.
+    `chunks` and `slices` are its defaults, and `refusal` says what is wrong with a size, or is empty. For a schedule
+    that is slow to generate, `warm_up` gives the forwards of every rank before its first backward, at least.
     """
 
     generate: Callable[[ScheduleSpec], Sequence[Stream]]
@@ -76,6 +77,7 @@ class Entry:
     slices: int = 1
     accepts: frozenset[str] = frozenset()
     refusal: Callable[[ScheduleSpec], str] = lambda spec: ""
+    warm_up: Callable[[ScheduleSpec], Sequence[int]] | None = None
 
 
 def _per_rank(generate: Callable[[int, int, int], Iterator[Action]], spec: ScheduleSpec) -> Sequence[Stream]:
@@ -126,13 +128,18 @@ CATALOGUE = {
         zb_h2, "more forwards first: no bubble without a barrier, for up to twice 1F1B's memory", _ZERO_BUBBLE
     ),
     "zb-1p": Entry(
-        zb_1p, "zero bubble planned for given costs, within 1F1B's memory by default", _ZERO_BUBBLE, accepts=_PLANNED
+        zb_1p,
+        "zero bubble planned for given costs, within 1F1B's memory by default",
+        _ZERO_BUBBLE,
+        accepts=_PLANNED,
+        warm_up=lambda spec: least_warm_up(spec, spec.ranks),
     ),
     "zb-2p": Entry(
         zb_2p,
         "zero bubble planned for given costs, within twice 1F1B's memory by default",
         _ZERO_BUBBLE,
         accepts=_PLANNED,
+        warm_up=lambda spec: least_warm_up(spec, 2 * spec.ranks),
     ),
     "interleaved-zb": Entry(
         zb_h1,

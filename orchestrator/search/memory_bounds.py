@@ -86,8 +86,8 @@ def _frozen(layout: Layout, held: LayerRange) -> int:
 
 
 def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
-    """By op and stage of an action: what the rank holds before it, in different rows [saved pieces of each stage,
-    deferred ones of each]."""
+    """By op and stage of an action: what the rank holds before each, in rows [saved pieces of each stage, deferred ones
+    of each]."""
     columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
     op, stage = columns.op[first:end], columns.stage[first:end]
     changes = np.zeros((end - first, 2 * len(program.placement[rank])), int)
@@ -97,20 +97,22 @@ def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
         changes[:, number + len(program.placement[rank])] = own * (_B[op].astype(int) - _W[op])
     before = np.cumsum(changes, axis=0) - changes
     return {
-        (name, each): np.unique(before[(stage == each) & mask[op]], axis=0)
+        (name, each): before[(stage == each) & mask[op]]
         for name, mask in (("F", _F), ("B", _B), ("BW", _BW))
         for each in program.placement[rank]
     }
 
 
 class MemoryBounds:
-    """Lower bounds on the memory of the settings with one layout and, if that is known, one compute order."""
+    """Lower bounds on the memory of the settings with one layout and, if that is known, one compute order, or how many
+    forwards a rank runs in its only stage before the first backward."""
 
-    def __init__(self, layout: Layout, timed: Timed | None = None) -> None:
+    def __init__(self, layout: Layout, timed: Timed | None = None, warm_up: Sequence[int] | None = None) -> None:
         self.layout, self.timed = layout, timed
         last = len(layout.placement) - 1
         self.ranks = dict.fromkeys((0, last, *range(last)))
-        self._held = cache(lambda rank: _held(timed.program, rank) if timed else _least_held(layout, rank))
+        self._held = cache(lambda rank: _held(timed.program, rank) if timed else _least_held(layout, rank, warm_up))
+        self._known = cache(self._activations_of)
 
     def least(self, setting: Setting, limit: float = inf) -> int:
         """Bytes of the fullest rank with a setting, or of the first one that exceeds the limit; those of a custom
@@ -133,6 +135,9 @@ class MemoryBounds:
         return found
 
     def _activations(self, rank: int, setting: Setting) -> int:
+        return self._known(rank, setting._replace(zero=0, max_gathered=None))  # which do not count here
+
+    def _activations_of(self, rank: int, setting: Setting) -> int:
         if self.timed is not None and setting.offload:
             return self._beside_copies(rank, setting)
         stages = self.layout.placement[rank]
@@ -204,13 +209,13 @@ class MemoryBounds:
         return UnitBytes(saved, found.deferred, found.forward(mode).peak, backward, both)
 
 
-def _least_held(layout: Layout, rank: int) -> dict[tuple[str, int], Array]:
+def _least_held(layout: Layout, rank: int, warm_up: Sequence[int] | None) -> dict[tuple[str, int], Array]:
     """In any order: a rank's first backward is of its last stage, when it has saved a piece of all its stages, or of
     that stage where they have mirrors."""
     held = layout.placement[rank]
     if layout.holders > 1:
         return {(_B_OR_BW, stage): np.eye(1, 2 * len(held), number, dtype=int) for number, stage in enumerate(held)}
-    rows = np.repeat([[1, 0]], len(held), axis=1)
+    rows = np.repeat([[1 if warm_up is None else warm_up[rank], 0]], len(held), axis=1)
     return {(_B_OR_BW, max(held)): rows}
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain, count, groupby, product
+from itertools import chain, count, product
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.copy_slots import NCCL, most_copied
@@ -29,15 +29,16 @@ from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning.estimate import GRAPHS_BYTES, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
-from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search.branches import Branch, Chain, Fitting, Group, Ordered, Shape
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
 from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.result import Missed, Refusal, SearchResult
+from pentad.orchestrator.search.saving import most_saving, savings_of, shardings_of
 from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, space_of, with_setting
-from pentad.orchestrator.search.time_bounds import Timed, compute_order
+from pentad.orchestrator.search.time_bounds import Timed, compute_order, least_warm_up
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.gc_pause import gc_paused
@@ -212,25 +213,39 @@ class _Search:
         groups = [(layout, has_plain, is_same)]
         if not is_same and 1 not in self.space.unit_layers:
             groups.append((by_layer, False, True))
-        shardings = [*self._shardings(by_layer)]
+        shardings = [*shardings_of(self.space, by_layer)]
         for of_group, is_plain, is_saving in groups:
             setting = Setting(*shape[:2], order, unit_layers=unit_layers)
             least = self._least_of(of_group, setting, shardings, is_plain, is_saving)
             if least > self.device.bytes and self.found.missed is not None:  # of which the first is to be named
                 self._needs(shape.mesh, least)
                 continue
+            saved = most_saving(self.space, setting, of_group, is_plain, is_saving)
+            warm_up = least_warm_up(of_group, order, shape.microbatches)
+            if warm_up and not self._may_fit(MemoryBounds(of_group, warm_up=warm_up), saved, [*chain(*shardings)]):
+                continue
             timed = Timed(of_group, compute_order(of_group, order, shape.microbatches))
             bounds = MemoryBounds(of_group, timed)
             for row in shardings:
-                self._push_group(Group(setting, timed, bounds, is_plain, is_saving, row))
+                if self._may_fit(bounds, saved, row):
+                    self._push_group(Group(setting, timed, bounds, is_plain, is_saving, row))
+
+    def _may_fit(self, bounds: MemoryBounds, saved: Sequence[Setting], row: Sequence[Sharding]) -> bool:
+        """Whether anything of a row may, or else is to be named as the first that does not."""
+        least = IMPOSSIBLE
+        for each, (zero, gathered) in product(saved, row):
+            least = min(least, bounds.least(each._replace(zero=zero, max_gathered=gathered), self.device.bytes))
+            if least <= self.device.bytes or self.found.missed is None:
+                return True
+        self._needs(bounds.layout.mesh, least)
+        return False
 
     def _least_of(
         self, layout: Layout, setting: Setting, shardings: Sequence[tuple[Sharding, ...]], *kinds: bool
     ) -> int:
         """Bytes that any order with this layout needs, with what takes least of what groups `kinds` save."""
         if (key := ("least", *kinds)) not in layout.known:
-            is_plain, is_saving = kinds
-            saved = [setting] * is_plain + [each[-1] for each in self._savings(setting, layout) if is_saving]
+            saved = most_saving(self.space, setting, layout, *kinds)
             layout.known[key] = MemoryBounds(layout).least_of(saved, [*chain(*shardings)])
         return int(layout.known[key])
 
@@ -240,28 +255,6 @@ class _Search:
             (zero, gathered), *later = group.later
             setting = group.setting._replace(zero=zero, max_gathered=gathered)
             self._push(max(least, group.timed.bound(zero, gathered)), group._replace(setting=setting, later=(*later,)))
-
-    def _shardings(self, layout: Layout) -> Iterator[tuple[Sharding, ...]]:
-        """Those that differ on this layout, in rows in which more is sharded and gathered again. Raises PentadError
-        where nothing can be sharded, but ZeRO is held."""
-        if not layout.is_shared:
-            if 0 not in self.space.zero:
-                stage = min(self.space.zero)
-                raise PentadError(f"zero.stage is {stage}: expected 0 for mesh {layout.mesh}, with nothing to shard")
-            yield ((0, None),)
-            return
-        units = max(map(len, layout.units_of_ranks))
-        is_default = units <= GATHERED_UNITS and len(self.space.max_gathered) > 1
-        found = [
-            (zero, gathered)
-            for zero, gathered in product(self.space.zero, self.space.max_gathered)
-            if gathered is None or (zero == 3 and not is_default)
-        ]
-        found.sort(key=lambda each: (each[0], -(layout.gathered(each[1]) or units)))
-        # In 8 bits ZeRO-3 gathers less at a time.
-        apart = layout.work.fp8 is not None and layout.work.fp8.gathers
-        for _, row in groupby(found, key=lambda each: (each[0] > 0, apart and each[0] > 2)):
-            yield tuple(row)
 
     def _settings(self, group: Group) -> None:
         setting, timed, bounds, is_plain, is_saving, _ = group
@@ -293,24 +286,10 @@ class _Search:
         self._needs(setting.mesh, least)
         return least, None
 
-    def _savings(self, setting: Setting, layout: Layout) -> list[list[Setting]]:
-        """Recomputation by mode, in more and more layers, and more and more offloading; where one of them is held, not
-        all orders of the other are from fast to slow: what recomputes is not copied."""
-        space = self.space
-        layers = space.recompute_layers or (*range(1, max(len(held.numbers) for held in layout.stages)), None)
-        modes = [mode for mode in space.recompute if mode != "none"]
-        by_mode = [[setting._replace(recompute=mode, recompute_layers=count) for count in layers] for mode in modes]
-        if "none" not in space.recompute:
-            return [[each._replace(offload=share) for share in space.offload] for each in chain(*by_mode)]
-        if 0.0 not in space.offload:
-            by_mode = [[each._replace(offload=space.offload[0])] for each in chain(*by_mode)]
-        offloading = [setting._replace(offload=share) for share in space.offload if share]
-        return [settings for settings in (*by_mode, offloading) if settings]
-
     def _chains(self, setting: Setting, timed: Timed, bounds: MemoryBounds, rooms: Sequence[int]) -> Iterator[Chain]:
         plain = timed.bound(setting.zero, setting.max_gathered)
         variants = cache(self._variants)
-        for settings, room in product(self._savings(setting, timed.layout), rooms):
+        for settings, room in product(savings_of(self.space, setting, timed.layout), rooms):
             if settings[0].offload and room < self.device.bytes:
                 continue  # what offloads has no graphs
             least = bounds.least(settings[-1], room)

@@ -6,7 +6,7 @@ for so long bounds the step as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ import numpy as np
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.offload_bounds import end_beside_copies
 from pentad.orchestrator.search.space import Order, Setting
-from pentad.schedules.catalogue import CATALOGUE, generate
+from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
@@ -44,6 +44,14 @@ def compute_order(layout: Layout, order: Order, microbatches: int) -> Program:
     if "costs" not in CATALOGUE[order.name].accepts:
         return layout.work.order(order, ranks, microbatches, slices)
     return generate(order.name, ranks, microbatches, order.options, layout.of_order)
+
+
+def least_warm_up(layout: Layout, order: Order, microbatches: int) -> Sequence[int] | None:
+    """By rank: forwards before the first backward, of an order that takes long to make."""
+    if (warm_up := CATALOGUE[order.name].warm_up) is None:
+        return None
+    spec = spec_of(order.name, len(layout.placement), microbatches, order.options, layout.of_order)
+    return warm_up(spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,14 +141,16 @@ class Timed:
         return any(self._fills_buffers(rank) for rank in self.ranks)
 
     def _fills_buffers(self, rank: RankTimes) -> bool:
-        """Whether gradients that a rank accumulates at once take more than the two largest units, padding aside."""
+        """Whether gradients that a rank accumulates at once, beside those reduced just before, take more than the two
+        largest units, padding aside."""
         layout = self.layout
         sizes = {unit: layout.parameters[unit] for part in rank.held for unit in self.units_of_parts[part]}
         fp8 = layout.work.fp8
         alignment = ALIGNMENT if fp8 is None or not fp8.gathers else ALIGNMENT + TILE_ELEMENTS
         padding = alignment * layout.mesh.size * len(sizes)
-        for parts in rank.accumulating:
+        for parts, reduced in rank.accumulating:
             units = [unit for part in parts for unit in self.units_of_parts[part]]
+            units += [self.units_of_parts[part][0] for part in reduced]  # which comes last
             for kind in (0, 1):
                 largest = sorted(size[kind] for size in sizes.values())[-BUFFERED:]
                 if sum(sizes[unit][kind] for unit in units) > sum(largest) + padding:
@@ -328,10 +338,14 @@ class RankTimes:
         return float(self.starts[self.action[np.argmax(_ADDS[self.op])]])
 
     @property
-    def accumulating(self) -> list[list[int]]:
-        """Parts whose gradients are between their first and their last microbatch, when those of each part begin."""
-        spans = {part: np.flatnonzero((self.part == part) & _ADDS[self.op]) for part in self.held}
-        return [[part for part, rows in spans.items() if rows[0] <= begin[0] < rows[-1]] for begin in spans.values()]
+    def accumulating(self) -> Iterator[tuple[list[int], list[int]]]:
+        """When the gradients of each part begin: parts that are between their first and their last microbatch, and, if
+        this one is among them, the part whose last one was just before."""
+        spans = {part: np.flatnonzero((self.part == part) & _ADDS[self.op])[[0, -1]] for part in self.held}
+        for begin, end in spans.values():
+            ended = {int(other[1]): each for each, other in spans.items() if other[1] < begin < end}
+            running = [each for each, (first, last) in spans.items() if first <= begin < last]
+            yield running, [ended[max(ended)]] if ended else []
 
     def turns(self, part: int) -> tuple[int, float]:
         """How often the backward of a piece follows its forward at once, and the most seconds of both."""

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import accumulate, product
-from math import inf
+from math import floor, inf
 
 import numpy as np
 
 from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
-from pentad.schedules.generators.zb_auto_greedy import NEVER, GreedyOptions, Pipeline, run_greedy, tick_costs
+from pentad.schedules.generators.zb_auto_greedy import NEVER, GreedyOptions, Pipeline, run_greedy, tick_costs, warm_up
 from pentad.schedules.generators.zb_h import zb_h1, zb_h2
 from pentad.schedules.ir.columns import CODE, Columns
 from pentad.schedules.ir.instruction import Op, instructions_of
@@ -35,13 +35,28 @@ def zb_auto(spec: ScheduleSpec, default_limit: float = inf) -> Columns:
     No rank saves more than `spec.memory_limit` microbatches of activations, at least 1 (None: `default_limit`). Never
     slower than ZB-H1 or ZB-H2 if they keep to the limit too. Without `spec.costs`, F, B and W cost the same.
     """
-    limit = default_limit if spec.memory_limit is None else spec.memory_limit
     costs = spec.costs or Costs.uniform(spec.ranks)
-    tried = _candidates(costs, spec.ranks, spec.microbatches, min(limit, spec.microbatches))
+    tried = _candidates(costs, spec.ranks, spec.microbatches, _limit(spec, default_limit))
     best = min(tried, key=lambda pipeline: (*pipeline.durations(), pipeline.peak))
     op = np.array([[CODE[op] for op in ops] for ops in best.streams])
     stage = np.broadcast_to(np.arange(spec.ranks)[:, None], op.shape)
     return streams_from_arrays(op, stage, occurrence_index(op, spec.microbatches))
+
+
+def _limit(spec: ScheduleSpec, default: float) -> float:
+    return min(default if spec.memory_limit is None else spec.memory_limit, spec.microbatches)
+
+
+def least_warm_up(spec: ScheduleSpec, default_limit: float = inf) -> list[int]:
+    """By rank: forwards before its first backward in each of the orders tried, at least. More microbatches than fit
+    into memory do not change how they begin."""
+    limit = _limit(spec, default_limit)
+    few = min(spec.microbatches, floor(limit) + 1)
+    ticks = tick_costs(spec.costs or Costs.uniform(spec.ranks), spec.ranks)
+    begun = [warm_up(Pipeline(ticks, few, limit), extra_warm_up=extra).streams for extra in (False, True)]
+    begun += [_list_schedule(Pipeline(ticks, few, limit), first, False).streams for first in (False, True)]
+    begun += _published(spec.ranks, few, limit)
+    return [min(streams[rank].index(Op.B) for streams in begun) for rank in range(spec.ranks)]
 
 
 def _candidates(costs: Costs, ranks: int, microbatches: int, limit: float) -> Iterator[Pipeline]:
@@ -50,10 +65,16 @@ def _candidates(costs: Costs, ranks: int, microbatches: int, limit: float) -> It
         yield run_greedy(Pipeline(ticks, microbatches, limit), GreedyOptions(*options))
     for backward_first, eager_weight in product((False, True), repeat=2):
         yield _list_schedule(Pipeline(ticks, microbatches, limit), backward_first, eager_weight)
+    for streams in _published(ranks, microbatches, limit):
+        yield _replay(Pipeline(ticks, microbatches, limit), [deque(ops) for ops in streams])
+
+
+def _published(ranks: int, microbatches: int, limit: float) -> Iterator[list[list[Op]]]:
+    """ZB-H1 and ZB-H2, if they keep to the limit."""
     for known in (zb_h1, zb_h2):
-        streams = [deque(part.op for part in instructions_of(s)) for s in known(ScheduleSpec(ranks, microbatches))]
+        streams = [[part.op for part in instructions_of(s)] for s in known(ScheduleSpec(ranks, microbatches))]
         if max(map(_peak, streams)) <= limit:
-            yield _replay(Pipeline(ticks, microbatches, limit), streams)
+            yield streams
 
 
 def _list_schedule(pipeline: Pipeline, backward_first: bool, eager_weight: bool) -> Pipeline:

@@ -131,7 +131,7 @@ class Pipeline:
 
 def run_greedy(pipeline: Pipeline, options: GreedyOptions) -> Pipeline:
     """Runs a whole step."""
-    _warm_up(pipeline, options.extra_warm_up)
+    warm_up(pipeline, extra_warm_up=options.extra_warm_up)
     for _ in range(1, pipeline.microbatches):
         _forward_round(pipeline, options)
         _backward_round(pipeline, options.eager_weight)
@@ -140,7 +140,7 @@ def run_greedy(pipeline: Pipeline, options: GreedyOptions) -> Pipeline:
     return pipeline
 
 
-def _warm_up(pipeline: Pipeline, extra_warm_up: bool) -> None:
+def warm_up(pipeline: Pipeline, *, extra_warm_up: bool) -> Pipeline:
     """Up to the first backward of every rank: forwards in the time that its gradient takes to arrive."""
     for rank in range(pipeline.ranks):
         pipeline.run(rank, Op.F)
@@ -149,6 +149,7 @@ def _warm_up(pipeline: Pipeline, extra_warm_up: bool) -> None:
             pipeline.run(rank, Op.F)
     for rank in reversed(range(pipeline.ranks)):
         pipeline.run(rank, Op.B)
+    return pipeline
 
 
 def _more_warm_up_forwards(pipeline: Pipeline, extra_warm_up: bool) -> list[int]:

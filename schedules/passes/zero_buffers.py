@@ -8,6 +8,7 @@ own, each with the same lifetimes.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -155,15 +156,27 @@ def _two_turns(apart: Array) -> Array | None:
 
 def first_fit(sizes: Array, apart: Array) -> Array:
     """Offsets of pieces of memory: the largest first, each as low as it overlaps with none of those `apart`."""
+    offsets = np.zeros_like(sizes)
     if not sizes.any():
-        return np.zeros_like(sizes)
-    offsets = np.full(len(sizes), -1)
-    for index in np.argsort(-sizes, kind="stable"):
-        others = np.flatnonzero(apart[index] & (offsets >= 0))
-        others = others[np.argsort(offsets[others])]
-        gaps = np.concatenate(([0], np.maximum.accumulate(offsets[others] + sizes[others])))
-        fits = np.append(offsets[others], np.iinfo(np.int64).max) - gaps >= sizes[index]
-        offsets[index] = gaps[np.argmax(fits)]
+        return offsets
+    order = np.argsort(-sizes, kind="stable")
+    if apart.all():
+        offsets[order] = (np.cumsum(sizes[order]) - sizes[order]) * (sizes[order] > 0)
+        return offsets
+    rows = [int.from_bytes(row.tobytes(), "little") for row in np.packbits(apart, axis=1, bitorder="little")]
+    placed = dict[tuple[int, int], int]()  # pieces, as the bits of a number, by offset and size
+    places = list[tuple[int, int]]()  # by offset
+    for index in order.tolist():
+        size, lowest = int(sizes[index]), 0
+        for offset, other in places:
+            if rows[index] & placed[offset, other]:
+                if offset - lowest >= size:
+                    break
+                lowest = max(lowest, offset + other)
+        offsets[index], place = lowest, (lowest, size)
+        if place not in placed:
+            insort(places, place)
+        placed[place] = placed.get(place, 0) | 1 << index
     return offsets
 
 
