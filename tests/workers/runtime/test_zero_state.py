@@ -237,7 +237,7 @@ BAD = [
     (["zero.max_gathered=1"], "zero.max_gathered is 1 with zero.stage = 0: expected null"),
     (
         ["zero.stage=3", "zero.max_gathered=1", "schedule.name=dualpipe"],
-        "zero.max_gathered is 1: expected at least 2, because rank 0",
+        "zero.max_gathered is 1: expected at least 2, because one action on rank 0",
     ),
     (["zero.stage=3", "zero.prefetch=-1"], "zero.prefetch"),
     (["zero.stage=1", "zero.prefetch=2"], "zero.prefetch is 2 with zero.stage = 1: expected 1"),
