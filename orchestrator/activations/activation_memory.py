@@ -110,10 +110,12 @@ def attention(model: ModelSpec, has_window: bool, piece: Piece) -> Iterator[Allo
     yield Allocation("heads' output, cast", "B-W", piece.cast(width))
     yield Allocation("attention", "F", copy + forward)
     yield Allocation("product with the output weight", "F", 2 * copy + stream + piece.cast(width))
-    # What W reads of gradients is made of those of parts, once the memory of a kernel, but not of blocks, is free.
-    parts, dqkv = qkv * (1 if piece.fp8 is None else 2), piece.operand(projected) if piece.mesh.cp == 1 else 0
-    parts = max(backward + out + qkv - dqkv, parts) if dqkv else backward + out + parts
-    yield Allocation("attention, gradients of heads and of their parts", "B", parts)
+    joined = qkv * (1 if piece.fp8 is None else 2)  # while what W reads is made of the gradients of parts
+    if piece.mesh.cp == 1:  # by when the memory of the kernel is free
+        peak = max(backward + out + qkv - piece.operand(projected), joined)
+    else:
+        peak = backward + out + joined
+    yield Allocation("attention, gradients of heads and of their parts", "B", peak)
     yield Allocation(INPUT_GRADIENTS, "B", copy + 2 * piece.stream(model.hidden))
 
 

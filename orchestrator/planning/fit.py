@@ -152,9 +152,10 @@ def require_host(config: RunConfig, plan: Plan) -> None:
 
 def host_note(config: RunConfig, plan: Plan) -> str:
     """A sentence if it is unknown whether hosts have the memory for activations or optimizer state; else ''."""
+    if plan.device != "cuda" or host_memory(config, "cuda") is not None:
+        return ""
     fullest = _fullest_on_host(plan)
-    is_used = fullest["host"] or fullest["host_optimizer"]
-    if plan.device != "cuda" or host_memory(config, "cuda") is not None or not is_used:
+    if not fullest["host"] and not fullest["host_optimizer"]:
         return ""
     needed, ranks = format_bytes(_needed_on_host(plan)), ranks_of_host(plan)
     who = f"the {ranks} ranks of a host keep" if ranks > 1 else "the rank of a host keeps"

@@ -14,7 +14,10 @@ from pentad.schedules.spec.plan import ALIGNMENT, Plan
 
 
 def launch_reductions(plan: Plan, rank: int, like: torch.Tensor) -> None:
-    """Launches the kernels that sum the gradients of a rank, which are of the dtype and on the device of `like`."""
+    """Launches the kernels that sum the gradients of a rank, which are of the dtype and on the device of `like`. A CPU
+    has none to load."""
+    if not like.is_cuda:
+        return
     holders = {plan.holders(shard) for shard in plan.param_shards_of(rank)}
     for ranks in sorted(each for each in holders if len(each) > 1):
         terms = like.new_zeros(len(ranks), 2 * ALIGNMENT)[:, :ALIGNMENT]
