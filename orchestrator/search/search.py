@@ -33,10 +33,10 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search.branches import Branch, Chain, Fitting, Group, Ordered, Shape
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
+from pentad.orchestrator.search.memory_savings import most_saving, savings_of, shardings_of
 from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.result import Missed, Refusal, SearchResult
-from pentad.orchestrator.search.saving import most_saving, savings_of, shardings_of
 from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, space_of, with_setting
 from pentad.orchestrator.search.time_bounds import Timed, compute_order, least_warm_up
 from pentad.schedules.catalogue import CATALOGUE
