@@ -4,7 +4,8 @@ PYTHONPATH=.typings:tests/support:tests/bench python -P tests/bench/peers.py --o
 
 With --again pentad runs once more after torchtitan. The cases are in peers.yaml. torchtitan and what it needs are taken
 from FOLDER, where they disturb nothing else (`pip install --no-deps --target FOLDER ...`). pentad has float32 master
-weights in every case, torchtitan where its flags do not say bfloat16.
+weights in every case, torchtitan where its flags do not say bfloat16. Cases of long sequences need --data, since the
+built-in corpus has 112,278 tokens: what `pentad data build /usr/lib/python3.12/*.py FOLDER --vocab 4096` writes, say.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", choices=list(CASES))
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     parser.add_argument("--titan", type=Path, help="folder of torchtitan; without it pentad runs alone")
+    parser.add_argument("--data", type=Path, help="corpus; builtin:pydoc by default")
     parser.add_argument("--limit", type=float, default=120.0, help="time limit of a run, in seconds")
     parser.add_argument("--again", action="store_true", help="run pentad before torchtitan and after it")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends what was started, too
     rows: list[dict[str, Any]] = [{"case": name, **CASES[name]} for name in args.cases]
     run_pentad("pentad", rows, args)
     for row in rows:
@@ -59,7 +62,7 @@ def run_pentad(key: str, rows: list[dict[str, Any]], args: argparse.Namespace) -
     """Adds the runs of every case to its row, in processes that end with them."""
     ranks = Ranks(args.limit, train)
     for row in rows:
-        row[key] = pentad(ranks, row)
+        row[key] = pentad(ranks, row, [f"data.path={args.data}"] if args.data else [])
         write(args.out, {**stamp(), "rows": rows})
     ranks.stop()
 
@@ -78,11 +81,13 @@ def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> 
         environment = os.environ | {"PYTHONPATH": str(folder)}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         until = time.monotonic() + limit
-        while process.poll() is None and time.monotonic() < until:
-            time.sleep(0.5)
-            if any(step == count for step, *_ in logged(log)):  # it does not always end after its last step
-                break
-        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            while process.poll() is None and time.monotonic() < until:
+                time.sleep(0.5)
+                if any(step == count for step, *_ in logged(log)):  # it does not always end after its last step
+                    break
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
         steps = logged(log)
         log.seek(0)
         text = log.read()
@@ -103,11 +108,11 @@ def logged(log: IO[str]) -> list[tuple[int, float, float]]:
     return [(int(step), float(gib), float(tps.replace(",", ""))) for step, gib, tps in LOGGED.findall(log.read())]
 
 
-def pentad(ranks: Ranks, case: dict[str, Any]) -> list[dict[str, Any]]:
+def pentad(ranks: Ranks, case: dict[str, Any], data: list[str]) -> list[dict[str, Any]]:
     """A row per run."""
     rows, steps = list[dict[str, Any]](), case.get("steps", STEPS)
     for overrides in case["runs"]:
-        words = [f"run.steps={steps}", "optimizer.warmup_steps=4", *case["all"].split(), *overrides.split()]
+        words = [f"run.steps={steps}", "optimizer.warmup_steps=4", *data, *case["all"].split(), *overrides.split()]
         rows.append(measure(ranks, f"deploy/jobs/{case['job']}.yaml", words, "cuda", min(WARMUP, steps - 2)))
         print(json.dumps({k: v for k, v in rows[-1].items() if k not in ("losses", "norms")}), flush=True)
     return rows

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -23,6 +24,13 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.runner import Runner
 
 Work = Callable[[Connection, Plan, int], Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank says instead of an answer."""
+
+    text: str
 
 
 class Ranks:
@@ -48,14 +56,15 @@ class Ranks:
         connections = self.connections[: plan.mesh.size]
         for rank, connection in enumerate(connections):
             connection.send((plan, rank))
-        address = self._receive(connections[0])
-        for connection in connections:
-            connection.send(address)
-        answers = [self._receive(connection) for connection in connections]
-        failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
-        if failed:
-            self.stop()
-            raise PentadError(failed[0])
+        answers = [self._receive(connections[0])]  # the address that the ranks meet at
+        if not isinstance(answers[0], Failure):
+            for connection in connections:
+                connection.send(answers[0])
+            answers = [self._receive(connection) for connection in connections]
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, Failure):
+                self.stop()
+                raise PentadError(f"rank {rank}: {answer.text}")
         return answers
 
     def stop(self) -> None:
@@ -67,18 +76,15 @@ class Ranks:
 
     def _receive(self, connection: Connection) -> Any:
         try:
-            return connection.recv() if connection.poll(self.limit) else f"no answer in {self.limit:g} s"
+            return connection.recv() if connection.poll(self.limit) else Failure(f"no answer in {self.limit:g} s")
         except EOFError:
-            return "the process died"
+            return Failure("the process died")
 
 
 def _serve(connection: Connection, work: Work) -> None:
     while True:
         try:
-            request = connection.recv()
-            if isinstance(request, str):  # the address of a run that failed before this rank could read it
-                continue
-            answer = work(connection, *request)
+            answer = work(connection, *connection.recv())
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -86,7 +92,7 @@ def _serve(connection: Connection, work: Work) -> None:
         except EOFError:
             return
         except BaseException:
-            connection.send(traceback.format_exc())
+            connection.send(Failure(traceback.format_exc()))
 
 
 @contextmanager

@@ -23,6 +23,15 @@ def test_the_loss_of_a_measured_run_falls():
     assert all(after < before for before, after in pairwise(row["losses"])), row
 
 
+@pytest.mark.timeout(60)
+def test_the_error_of_a_rank_that_cannot_start_is_reported_at_once():
+    ranks = Ranks(600, train)
+    overrides = ["mesh.dp=2", "mesh.pp=1", "batch.sequence_length=131072", "schedule.microbatches=1"]
+    row = measure(ranks, str(ROOT / "deploy" / "jobs" / "cpu.yaml"), overrides, "cpu")
+    assert "expected at least 131073" in row["error"]
+    assert not ranks.processes
+
+
 @pytest.mark.timeout(100)
 def test_no_rank_begins_before_all_have_their_initial_weights():
     """Ranks read them from each other, and nothing but the call that makes them tells when they are there."""
