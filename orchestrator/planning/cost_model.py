@@ -23,7 +23,12 @@ from pentad.orchestrator.planning.hardware import (
     links_of,
     ranks_on_host,
 )
-from pentad.orchestrator.planning.parameter_collectives import gather_seconds, local_parameters, reduction_seconds
+from pentad.orchestrator.planning.parameter_collectives import (
+    gather_seconds,
+    local_parameters,
+    num_mirrors,
+    reduction_seconds,
+)
 from pentad.orchestrator.planning.part_flops import FORWARD_KERNELS, part_flops, part_kernels
 from pentad.schedules.passes.recompute import ROW_WISE, recomputed_parts
 from pentad.schedules.simulate.costs import Costs
@@ -60,7 +65,7 @@ def guess_costs(
     `host_optimizer` has its state in host memory, from where it comes at the end of a step while it goes back. With
     `bf16_reduce` gradients are reduced in bfloat16.
     """
-    mesh = piece.mesh
+    mesh, mirrors = piece.mesh, num_mirrors(placement)
     found: dict[tuple[Kind, str], tuple[float, ...]] = {}
     keys = list[tuple[Kind, str]]()
     for span, mode in zip(layers, modes or ("none",) * len(layers), strict=True):
@@ -74,8 +79,8 @@ def guess_costs(
                 stage.backward,
                 stage.weight,
                 _recompute_seconds(model, span, stage, mode, piece, rates),
-                reduction_seconds(model, lora, span, mesh, rates, zero, bf16=bf16_reduce),
-                gather_seconds(model, lora, span, piece, rates, zero),
+                reduction_seconds(model, lora, span, mesh, rates, zero, bf16=bf16_reduce, mirrors=mirrors),
+                gather_seconds(model, lora, span, piece, rates, zero, mirrors),
             )
     forward, backward, weight, again, reduce, gather = zip(*map(found.__getitem__, keys), strict=True)
     norm, step = end_seconds(model, layers, placement, mesh, rates, zero, lora, host_optimizer=host_optimizer)
@@ -117,7 +122,8 @@ def end_seconds(
     host_optimizer: bool,
 ) -> tuple[float, float]:
     """Seconds of NORM and STEP, at the end of a step."""
-    kinds, replicas = [kind_of(model, None, span) for span in layers], mesh.dp * mesh.ep if zero else 0
+    kinds = [kind_of(model, None, span) for span in layers]
+    replicas = num_mirrors(placement) * mesh.dp * mesh.ep if zero else 0
     sizes = {
         kind: _updated_bytes(model, lora, span, mesh, replicas)
         for kind, span in dict(zip(kinds, layers, strict=True)).items()

@@ -14,6 +14,7 @@ from pentad.orchestrator.planning.hardware import gpu_of, links_of, ranks_on_hos
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.orchestrator.planning.parameter_collectives import local_parameters
 from pentad.schedules.catalogue import CATALOGUE, generate
+from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Overlap
 from pentad.schedules.ir.program import Program
@@ -21,17 +22,29 @@ from pentad.schedules.passes.units import place_units
 from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.events import acyclic_events
+from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
-from pentad.schedules.spec.plan import Plan, layers_of_sizes, num_units, split_layers, split_layers_by_cost
+from pentad.schedules.spec.plan import (
+    Plan,
+    layers_of_sizes,
+    num_units,
+    split_layers,
+    split_layers_by_cost,
+    split_layers_into_units,
+)
 from pentad.schedules.spec.row_slots import expert_slots, routed_share
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import LayerRange, head_in_layers
 
 UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
 LOGIT_BYTES = 512 * 2**20  # of a chunk
 TILE_ROWS = 128
 CAPACITY_FACTOR = 1.25  # of ranks of data-aware groups, unless the configuration says otherwise
+NEAR = 0.05  # orders that 'auto' times with reductions of gradients take at most so much longer than the best one
+MOST_NEAR = 5
 LONGER = 4  # programs of more microbatches than schedule.microbatches, at most
 Placement = Sequence[Sequence[int]]
 
@@ -83,8 +96,8 @@ def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches
     """The compute order of this many microbatches for a schedule from a file or 'auto', whose layout only its program
     tells.
 
-    'auto' takes the order with the least makespan at guessed costs, or the one whose busiest rank ends first if there
-    is no barrier at the end of a step; or the one that the run has been re-planned to. None for a schedule of the
+    'auto' takes the order whose step is the shortest at guessed costs, or the one whose busiest rank ends first if
+    there is no barrier at the end of a step; or the one that the run has been re-planned to. None for a schedule of the
     catalogue.
     """
     section, ranks = config.schedule, config.mesh.pp
@@ -95,18 +108,52 @@ def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches
     if section.order is not None and section.order.microbatches == microbatches:
         return section.order
 
-    rates = rates_for(config.cluster, device)
-    fp8 = fp8_spec(config, model, rates)
-
     def costs_of(placed: Program) -> Costs | None:
         given = section.layers_per_stage
         if model.layers < placed.stages or (given is not None and len(given) != placed.stages):
             return None
         layers = split(model, placed.placement, config.batch.sequence_length, given)
-        piece = first_piece(config, device, placed.slices, fp8)._replace(cp_method="ring")
-        return guess_costs(model, layers, placed.placement, piece, rates, lora=config.lora_spec)
+        return _order_costs(config, model, device, layers, placed.placement)
 
-    return choose(ranks, microbatches, costs_of, section.options, objective_of(config)).best.program
+    objective = objective_of(config)
+    found = choose(ranks, microbatches, costs_of, section.options, objective)
+    most = found.best.step(objective) * (1 + NEAR)
+    near = {each.program.hash: each.program for each in found.candidates if each.step(objective) <= most}
+    orders = list(near.values())[:MOST_NEAR]
+    reduces = config.mesh.replicas > 1 or any(Layout.of(each).has_mirrors for each in orders)
+    if objective == "longest" or not reduces:
+        return found.best.program
+    return min(orders, key=lambda order: _seconds_with_reductions(config, model, device, order))
+
+
+def _order_costs(
+    config: RunConfig, model: ModelSpec, device: str, layers: Sequence[LayerRange], placement: Placement
+) -> Costs:
+    """Without slices of sequences, and without what a layer of units recomputes or offloads."""
+    rates = rates_for(config.cluster, device)
+    piece = first_piece(config, device, 1, fp8_spec(config, model, rates))._replace(cp_method="ring")
+    return guess_costs(model, layers, placement, piece, rates, zero=config.zero.stage, lora=config.lora_spec)
+
+
+def _seconds_with_reductions(config: RunConfig, model: ModelSpec, device: str, order: Program) -> float:
+    """Seconds of a step in this order, in which ranks with the same parameters reduce their gradients; those of ZeRO-2
+    and 3 are timed as those of ZeRO-1."""
+    layout = Layout.of(order)
+    units = default_units(config, model, layout, compute_dtype(config, device))
+    stages = split(model, layout.placement, config.batch.sequence_length, config.schedule.layers_per_stage)
+    placement = place_units(layout.placement, units)
+    costs = _order_costs(config, model, device, split_layers_into_units(stages, units), placement)
+    program = compile_program(
+        order.name,
+        *(order.ranks, order.microbatches),
+        costs=costs,
+        replicas=config.mesh.replicas,
+        memory_options=MemoryOptions(units=units, zero=min(config.zero.stage, 1)),
+        order=order,
+        proved=False,
+    )
+    times = event_times(program, acyclic_events(program), costs)
+    return float(times.ends.max() - times.starts.min())
 
 
 def objective_of(config: RunConfig) -> Objective:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.hardware import is_on_host, links_of
@@ -30,30 +31,45 @@ def _shard_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRang
     return dense, experts
 
 
+def num_mirrors(placement: Sequence[Sequence[int]]) -> int:
+    """The pipeline ranks that hold each stage: two with DualPipe."""
+    return sum(map(len, placement)) // len({stage for held in placement for stage in held})
+
+
 def reduction_seconds(
-    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates, zero: int, *, bf16: bool
+    model: ModelSpec,
+    lora: LoraSpec | None,
+    span: LayerRange,
+    mesh: Mesh,
+    rates: Rates,
+    zero: int,
+    *,
+    bf16: bool,
+    mirrors: int = 1,
 ) -> float:
     """Seconds of an all-reduce of a stage's gradients, or with ZeRO of two reduce-scatters. In `bf16` terms are rounded
     and exchanged, or read by peers, and added, and without ZeRO sums are gathered."""
+    shared = partial(_shared_seconds, model, lora, span, mesh, rates, mirrors)
     if bf16:
         # The former's rate has the sum.
-        kind = "reduce_scatter" if zero and is_on_host(mesh, ("dp", "cp", "ep"), rates.host_order) else "all_to_all"
+        along = _along(DENSE_AXES, mirrors)
+        kind = "reduce_scatter" if zero and is_on_host(mesh, along, rates.host_order) else "all_to_all"
         narrow, (dense, experts) = BYTES["bfloat16"], local_parameters(model, lora, span, mesh)
         passes = BYTES["float32"] + narrow * (1 if kind == "reduce_scatter" else 2)
-        terms = _shared_seconds(model, lora, span, mesh, rates, kind, narrow)
-        terms += passes * (dense + experts * (mesh.dp * mesh.cp > 1)) / rates.memory
-        return 2 * terms if zero else terms + _shared_seconds(model, lora, span, mesh, rates, "all_gather", narrow)
+        terms = shared(kind, narrow)
+        terms += passes * (dense + experts * (mirrors * mesh.dp * mesh.cp > 1)) / rates.memory
+        return 2 * terms if zero else terms + shared("all_gather", narrow)
     if zero:
-        return 2 * _shared_seconds(model, lora, span, mesh, rates, "reduce_scatter", BYTES["float32"])
-    return _shared_seconds(model, lora, span, mesh, rates, "all_reduce", 2 * BYTES["float32"])
+        return 2 * shared("reduce_scatter", BYTES["float32"])
+    return shared("all_reduce", 2 * BYTES["float32"])
 
 
 def gather_seconds(
-    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, piece: Piece, rates: Rates, zero: int
+    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, piece: Piece, rates: Rates, zero: int, mirrors: int = 1
 ) -> float:
     """Seconds of an all-gather of a stage's weights with ZeRO; beside frozen ones adapters do not count."""
     gathered, fp8 = (None, piece.fp8) if zero == 3 else (lora, None)
-    return _shared_seconds(model, gathered, span, piece.mesh, rates, "all_gather", piece.itemsize, fp8)
+    return _shared_seconds(model, gathered, span, piece.mesh, rates, mirrors, "all_gather", piece.itemsize, fp8)
 
 
 def parameters_in_8_bits(model: ModelSpec, fp8: Fp8Spec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
@@ -79,6 +95,7 @@ def _shared_seconds(
     span: LayerRange,
     mesh: Mesh,
     rates: Rates,
+    mirrors: int,
     kind: str,
     itemsize: int,
     fp8: Fp8Spec | None = None,
@@ -88,8 +105,13 @@ def _shared_seconds(
     seconds = 0.0
     sizes, narrow = local_parameters(model, lora, span, mesh), parameters_in_8_bits(model, fp8, span, mesh)
     for size, in_8_bits, shared in zip(sizes, narrow, (DENSE_AXES, EXPERT_AXES), strict=True):
-        holders = math.prod(getattr(mesh, axis) for axis in shared)
+        holders = mirrors * math.prod(getattr(mesh, axis) for axis in shared)
         operations = (size > in_8_bits or shared == DENSE_AXES) + (in_8_bits > 0)
         sent = (itemsize * (size - in_8_bits) + in_8_bits) * (holders - 1) / holders
-        seconds += links_of(rates, mesh, shared).of(kind).seconds(sent, operations)
+        seconds += links_of(rates, mesh, _along(shared, mirrors)).of(kind).seconds(sent, operations)
     return seconds
+
+
+def _along(shared: tuple[Axis, ...], mirrors: int) -> tuple[Axis, ...]:
+    """The axes of a collective: mirrors are as far apart as the ends of the pipeline."""
+    return (*shared, "pp") if mirrors > 1 else shared

@@ -21,6 +21,7 @@ from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.orchestrator.planning.parameter_collectives import (
     gather_seconds,
     local_parameters,
+    num_mirrors,
     parameters_in_8_bits,
     reduction_seconds,
 )
@@ -82,8 +83,8 @@ class Work:
         self._kinds: dict[LayerRange, int] = {}
         self._numbers: dict[Kind, int] = {}
         self._compute: dict[tuple[Piece, bool], dict[int, Compute]] = {}  # by piece, and whether without graphs
-        self._reduce: dict[tuple[Mesh, int, int], float] = {}
-        self._gather: dict[tuple[Mesh, int], float] = {}
+        self._reduce: dict[tuple[Mesh, int, int, int], float] = {}
+        self._gather: dict[tuple[Mesh, int, int], float] = {}
         self._parameters: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     def _with_units(self, layers: int | None) -> RunConfig:
@@ -147,20 +148,21 @@ class Work:
             known[kind] = Compute(*costs.forward, *costs.backward, *costs.weight)
         return known[kind]
 
-    def reduce_seconds(self, mesh: Mesh, span: LayerRange, zero: int) -> float:
+    def reduce_seconds(self, mesh: Mesh, span: LayerRange, zero: int, mirrors: int) -> float:
         """An all-reduce of a span's gradients, or with ZeRO two reduce-scatters."""
-        key = mesh, self.kind(span), zero
+        key = mesh, self.kind(span), zero, mirrors
         if key not in self._reduce:
             given = self.model, self.lora, span, mesh, self.rates, zero
-            self._reduce[key] = reduction_seconds(*given, bf16=self.config.precision.bf16_reduce)
+            bf16 = self.config.precision.bf16_reduce
+            self._reduce[key] = reduction_seconds(*given, bf16=bf16, mirrors=mirrors)
         return self._reduce[key]
 
-    def gather_seconds(self, piece: Piece, span: LayerRange) -> float:
+    def gather_seconds(self, piece: Piece, span: LayerRange, mirrors: int) -> float:
         """At least what an all-gather of a span's weights takes with any stage of ZeRO; frozen ones do not count."""
-        key = piece.mesh, self.kind(span)
+        key = piece.mesh, self.kind(span), mirrors
         if key not in self._gather:
             given = self.model, self.lora, span, piece, self.rates
-            self._gather[key] = min(gather_seconds(*given, zero) for zero in (1, 3))
+            self._gather[key] = min(gather_seconds(*given, zero, mirrors) for zero in (1, 3))
         return self._gather[key]
 
     def _end_seconds(self, mesh: Mesh, placement: Placement, zero: int) -> tuple[float, float]:
@@ -292,7 +294,7 @@ class Layout:
         return self._of_kinds(of_unit)
 
     def _costs(self, zero: int) -> Costs:
-        work = self.work
+        work, mirrors = self.work, num_mirrors(self.placement)
         forward, backward, weight = zip(*self._of_kinds(lambda unit: work.compute(self.piece, unit)), strict=True)
         return Costs(
             forward,
@@ -301,8 +303,8 @@ class Layout:
             transfer_seconds(self.model, self.piece, work.rates),
             *work.end_seconds(self.mesh, self.placement, zero),
             work.rates.launch,
-            reduce=self._of_kinds(lambda unit: work.reduce_seconds(self.mesh, unit, zero)),
-            gather=self._of_kinds(lambda unit: work.gather_seconds(self.piece, unit)) if zero else (),
+            reduce=self._of_kinds(lambda unit: work.reduce_seconds(self.mesh, unit, zero, mirrors)),
+            gather=self._of_kinds(lambda unit: work.gather_seconds(self.piece, unit, mirrors)) if zero else (),
         )
 
     @cached_property

@@ -26,8 +26,9 @@ CostsOf = Callable[[Program], Costs | None]
 
 
 class Candidate(NamedTuple):
-    """A compute order within the limit. Times are in the unit of the costs, `peak` in microbatches of all layers of a
-    rank. `name` and `options` generate it; if the name is `auto` it was searched, and `origin` says from what."""
+    """A compute order within the limit. Times are in the unit of the costs, `end` that of what follows it in a step;
+    `peak` is in microbatches of all layers of a rank. `name` and `options` generate it; if the name is `auto` it was
+    searched, and `origin` says from what."""
 
     name: str
     options: ScheduleOptions
@@ -36,6 +37,11 @@ class Candidate(NamedTuple):
     peak: float
     program: Program
     origin: str = ""
+    end: float = 0.0
+
+    def step(self, objective: Objective) -> float:
+        """The time of a whole step."""
+        return getattr(self, objective) + self.end
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,8 @@ def choose(
     two_copies: bool | None = None,
     placement: Placement | None = None,
 ) -> Choice:
-    """Tries every schedule, number of chunks and group, then searches; the least time wins, then the least memory.
+    """Tries every schedule, number of chunks and group, then searches; the least time of a step wins, then the least
+    memory. Costs of a placement have the end of its step: ranks that hold all parameters twice update them twice.
 
     The result is never slower than the catalogue. `effort` 0 skips the search. The limit is one of activations:
     schedules that hold all parameters twice (dualpipe) are tried if `two_copies` (None: if there is no limit). With a
@@ -113,7 +120,7 @@ def choose(
         candidates += _searched(placed, candidates, options, objective, effort)
     if not candidates:
         raise PentadError(f"schedule {AUTO}: none fits {ranks} ranks (mesh.pp) and {microbatches} microbatches")
-    candidates.sort(key=lambda each: (_rounded(getattr(each, objective)), each.peak))
+    candidates.sort(key=lambda each: (_rounded(each.step(objective)), each.peak))
     least = min((place.bound for place in placed.values()), key=lambda bound: bound.time)
     return Choice(tuple(candidates), placed[candidates[0].program.placement].bound, least, objective)
 
@@ -183,7 +190,8 @@ def _candidate(name: str, options: ScheduleOptions, order: Program, costs: Costs
     times = compute_times(order, costs)
     makespan = max(spans[-1][1] for spans in times) - min(spans[0][0] for spans in times)
     longest = max(spans[-1][1] - spans[0][0] for spans in times)
-    return Candidate(name, options, makespan, longest, max(peak_activations(order)), order, origin)
+    end = costs.norm + costs.step
+    return Candidate(name, options, makespan, longest, max(peak_activations(order)), order, origin, end)
 
 
 def _rounded(time: float) -> float:

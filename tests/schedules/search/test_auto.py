@@ -14,7 +14,7 @@ from pentad.schedules.catalogue import CATALOGUE, NO_OPTIONS, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
-from pentad.schedules.search.auto import choose, describe
+from pentad.schedules.search.auto import Candidate, choose, describe
 from pentad.schedules.search.bounds import lower_bound
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import compute_times
@@ -122,6 +122,23 @@ def test_a_searched_order_compiles_and_is_saved_like_any_other(limit, gated):
     program = compile_program(order.name, 3, 6, costs=uneven(order), gated=gated, replicas=2, order=order)
     assert program.compute().streams == order.streams
     assert Program.from_bytes(program.to_bytes()).hash == program.hash
+
+
+def test_orders_that_hold_parameters_twice_have_to_gain_what_updating_them_takes():
+    """DualPipe is the fastest here, p=4, m=16 with a costly head, while updates are free."""
+
+    def best(step: float) -> Candidate:
+        def of(placed: Program) -> Costs:
+            f = [1 / placed.chunks] * placed.stages
+            f[-1] += 0.2
+            held_twice = sum(map(len, placed.placement)) > placed.stages
+            return Costs(tuple(f), tuple(f), tuple(f), 0.02, step=step * (1 + held_twice))
+
+        return choose(4, 16, of, effort=0).best
+
+    free, costly = best(0.0), best(10.0)
+    assert (free.name, costly.name != "dualpipe") == ("dualpipe", True)
+    assert free.makespan < costly.makespan
 
 
 def test_the_same_question_has_the_same_answer():
