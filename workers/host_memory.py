@@ -6,7 +6,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
@@ -14,7 +14,6 @@ import torch
 from pentad.schedules.ir.errors import PentadError
 
 PART_BYTES = 256 << 20  # which a thread fills at a time
-POLL_SECONDS = 0.02
 MOST_THREADS = 8  # of one rank: others of the host do the same
 
 
@@ -49,24 +48,8 @@ def available_bytes() -> int:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
-Reservation = Future[HostMemory]  # of memory that a rank's first steps do without
-
-
-def in_background(reserve: Callable[[], HostMemory]) -> Reservation:
-    """Reserves memory in a thread of its own: pinning 18 GiB took 3.6 s."""
-    thread = ThreadPoolExecutor(1)
-    try:
-        return thread.submit(reserve)
-    finally:
-        thread.shutdown(wait=False)
-
-
-def reserved(reservation: Reservation, check: Callable[[], None]) -> HostMemory:
-    """Waits for the memory; calls `check` meanwhile, which may raise. Raises PentadError if there is too little."""
-    while not reservation.done():
-        check()
-        wait([reservation], POLL_SECONDS)
-    return reservation.result()
+# Of memory that a rank's first steps do without: pinning 18 GiB took 3.6 s.
+Reservation = Future[HostMemory]
 
 
 def fill(buffer: torch.Tensor, part_bytes: int = PART_BYTES) -> None:

@@ -105,6 +105,13 @@ class GroupCopies:
         asked = {rank: actor.forget_copies.remote() for rank, actor in enumerate(self.group.actors)}
         self.group.gather(asked, ANSWER_SECONDS)  # a rank that does not answer is lost, and what it holds with it
 
+    def begin_reading(self, source: CopySource, deadline: float) -> None:
+        """Has every rank read its part of a copy while it connects, before `restore`. Raises WorkerError when a rank is
+        lost."""
+        known = ray.put(source)
+        calls = {rank: self.group.call_runner(rank, "begin_reading", known) for rank in range(len(self.group.actors))}
+        self.group.collect(calls, deadline=deadline)
+
     def restore(self, source: CopySource, tick: Tick | None = None) -> None:
         """Has every rank read its state from a copy. Raises WorkerError when a rank is lost meanwhile, and Unreadable
         or Damaged, as a rank has found the copy, when no rank has a state and another one can be restored."""

@@ -130,8 +130,8 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def call(self, generation: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of the runner: serve, connect, restore, restore_copy, receive, advance, run, evaluate,
-        snapshot, copy, hand_over or save."""
+        """Calls a method of the runner: serve, begin_reading, connect, restore, restore_copy, receive, advance, run,
+        evaluate, snapshot, copy, hand_over or save."""
         self._require_equal(generation)
         return getattr(self.runner, method)(*arguments)
 

@@ -84,7 +84,7 @@ class Regroup:
             self._receive(state)
             return "repair"
         copy = self._find_copy(state)
-        self._start(group.plan, group.bundles, members, state)
+        self._start(group.plan, group.bundles, members, state, copy)
         return self._restore(state, copy)
 
     def grow(self, state: RecoveryState) -> str:
@@ -99,7 +99,7 @@ class Regroup:
         if members is None:
             return self.repair(state, 0.0)
         copy = self._moving(state)
-        self._start(plan, bundles, members, state)
+        self._start(plan, bundles, members, state, copy)
         self._restore(state, copy)
         return "grow"
 
@@ -124,7 +124,7 @@ class Regroup:
         self.config, self.full = config, plan
         self.bus.record(event, step=state.version, **facts)
         self.bus.display.note(facts["sentence"])
-        self._start(plan, group.bundles, members, state, keep=keep)
+        self._start(plan, group.bundles, members, state, copy, keep=keep)
         if keep:
             self._receive(state)
         else:
@@ -149,7 +149,7 @@ class Regroup:
         ranks, former = living[: plan.mesh.size], members[plan.mesh.size :]
         self.former += former
         group.spares += [actor for actor, _ in former]
-        self._start(plan, [group.bundles[rank] for rank in ranks], members[: len(ranks)], state)
+        self._start(plan, [group.bundles[rank] for rank in ranks], members[: len(ranks)], state, copy)
         self._restore(state, copy)
 
     def end_former(self) -> None:
@@ -201,11 +201,12 @@ class Regroup:
         bundles: Sequence[int],
         members: Iterable[Member],
         state: RecoveryState,
+        copy: CopySource | None = None,
         *,
         keep: bool = False,
     ) -> None:
-        """Starts a generation of these ranks, which have no state yet, or `keep` theirs; some may be on other hosts
-        than before."""
+        """Starts a generation of these ranks, which have no state yet and begin to read this copy, or `keep` theirs;
+        some may be on other hosts than before."""
         group, members = self.group, list(members)
         plan = on_hosts(self.config, plan, numbered(place.node for _, place in members))
         if plan is not group.plan:
@@ -215,6 +216,8 @@ class Regroup:
         deadline = time.monotonic() + self.config.cluster.start_timeout_seconds
         with state.timed("load"):
             group.load(deadline, keep=keep)
+            if copy is not None:
+                self.copies.begin_reading(copy, deadline)
         with state.timed("connect"):
             group.connect(deadline)
 

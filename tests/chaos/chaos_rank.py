@@ -63,6 +63,7 @@ class SimRunner:
         self.simulation: Simulation = progress.worker.simulation
         self.world = self.simulation.world
         progress.rank, self.restores = rank, 0
+        self.begun: tuple[CopySource, tuple[set[State], PentadError | None]] | None = None
         self.fence_flag = Fence()
         self.at = plan.mesh.coordinates(rank)
         self.inner = plan.mesh.group(("tp", "cp", "ep"), rank)
@@ -116,21 +117,28 @@ class SimRunner:
         assert problem or state.steps == step, f"a checkpoint of {state.steps} steps restored as one of {step}"
         return (yield from self._load_if_all_have(problem, state))
 
+    def begin_reading(self, source: CopySource) -> None:
+        self.begun = source, self._read_copy(source)
+
     def restore_copy(self, source: CopySource) -> Generator[Any, None, PentadError | None]:
         self.simulation.reached("restoring", self.process)
-        found, problem = set[State](), None
+        begun, self.begun = self.begun, None
+        found, problem = begun[1] if begun is not None and begun[0] == source else self._read_copy(source)
+        assert problem or [state.steps for state in found] == [source.key.step]
+        return (yield from self._load_if_all_have(problem, *found))
+
+    def _read_copy(self, source: CopySource) -> tuple[set[State], PentadError | None]:
+        found = set[State]()
         for each in source.parts:
             data = self.copies.find(each.part.key, each.part.owner)
             if data is None:
                 holder = next(p for p in self.simulation.cluster.processes if str(p.pid) == each.address)
                 if not holder.is_alive:
-                    problem = Unreadable("the memory of ranks cannot be read: connection refused")
-                    break
+                    return found, Unreadable("the memory of ranks cannot be read: connection refused")
                 data = holder.worker.copies.find(each.part.key, each.part.owner)
             assert data is not None, "a part that was held is gone"
             found.add(State(*map(int, data.view(np.int64))))
-        assert problem or [state.steps for state in found] == [source.key.step]
-        return (yield from self._load_if_all_have(problem, *found))
+        return found, None
 
     def _load_if_all_have(self, problem: PentadError | None, *found: State) -> Generator[Any, None, PentadError | None]:
         self.restores += 1

@@ -195,6 +195,9 @@ class Rank:
     def held_copies(self) -> tuple[str, list[HeldPart]]:
         return str(self.pid), [HeldPart(key, owner, 1, counts, {}) for (key, owner), counts in self.held.items()]
 
+    def begin_reading(self, source: CopySource) -> None:
+        assert self.version == -1, "it has a state"
+
     def restore_copy(self, source: CopySource) -> PentadError | None:
         assert {each.address for each in source.parts} <= {str(rank.pid) for rank in self.fake.ranks if rank.is_alive}
         problems = [rank.copy_problem for rank in self.fake.ranks if rank.is_alive]

@@ -75,7 +75,7 @@ def replaced(ranks: list[WorkerProcess], plan: Plan, copies: Copies, generation:
         ranks[rank].stop()
         ranks[rank] = WorkerProcess()
     copies.replace(*lost)
-    start_generation(ranks, plan, generation)
+    start_generation(ranks, plan, generation, source)
     call_all(ranks, "restore_copy", source)
     return source.key.step
 

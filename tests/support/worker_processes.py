@@ -25,6 +25,7 @@ from pool import process_context, send
 from pentad.orchestrator.run.measure import mean_loss
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.abort import Aborted
+from pentad.workers.replication.source import CopySource
 
 TIMEOUT = 60.0 * RANKS_A_GPU  # seconds; the first step of a run compiles kernels
 NUM_CALLS = 4  # number of calls over which `check_recovery` divides its steps
@@ -105,11 +106,14 @@ def call_all(workers: list[WorkerProcess], method: str, *arguments: Any, seconds
     return [worker.answer(number) for worker, number in asked]
 
 
-def start_generation(workers: list[WorkerProcess], plan: Plan, generation: int) -> None:
-    """Makes and connects runners. After generation 1 they take over the state of the previous ones."""
+def start_generation(workers: list[WorkerProcess], plan: Plan, generation: int, copy: CopySource | None = None) -> None:
+    """Makes and connects runners. After generation 1 they take over the state of the previous ones, or begin to read
+    this copy."""
     made = [worker.call("make", plan, rank, generation) for rank, worker in enumerate(workers)]
     for worker, number in zip(workers, made, strict=True):
         worker.answer(number)
+    if copy is not None:
+        call_all(workers, "begin_reading", copy)
     address = workers[0].answer(workers[0].call("serve", "127.0.0.1", 30.0))
     call_all(workers, "connect", address, 30.0)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.host_memory import HostMemory, fill, in_background, reserved
+from pentad.workers.background import awaited, in_background
+from pentad.workers.host_memory import HostMemory, fill
 
 CPU = torch.device("cpu")
 
@@ -47,6 +48,6 @@ def test_a_fence_ends_the_wait_for_a_reservation() -> None:
 
     reservation = in_background(reserve)
     with pytest.raises(InterruptedError):
-        reserved(reservation, fenced)
+        awaited(reservation, fenced)
     end.set()
-    assert reserved(reservation, lambda: None).buffer.numel() == 1
+    assert awaited(reservation, lambda: None).buffer.numel() == 1

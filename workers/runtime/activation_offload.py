@@ -71,9 +71,11 @@ class ActivationOffload:
         fractions = plan.offload or (1.0,) * plan.program.stages
         return ActivationOffload(arenas, plan.offload_slots, fractions, lanes, device, capacity=plan.batch.capacity)
 
-    def reserve(self, memory: HostMemory | None = None) -> None:
-        """Memory for activations and their copies, before the first step: the host's is that of an earlier generation,
-        if it fits. Raises PentadError if the host has too little that can be pinned."""
+    def reserve(self, memory: HostMemory | None = None) -> HostMemory:
+        """Memory for activations and their copies, before the first step: that of the host, which is returned, is that
+        of an earlier generation, if it fits. Raises PentadError if the host has too little that can be pinned."""
+        if self.memory is not None:
+            return self.memory
         host, rests = (max(each.bytes[side] for each in self.arenas) for side in (0, 1))
         if memory is not None and memory.buffer.numel() != host:
             memory.close()
@@ -81,6 +83,7 @@ class ActivationOffload:
         self.memory = memory or HostMemory(host, self.device, "memory.offload_fraction needs")
         self._expand_segments(on=True)
         self.rests = torch.empty(rests, dtype=torch.uint8, device=self.device)
+        return self.memory
 
     def close(self) -> None:
         """What is allocated next may be shared with peers."""

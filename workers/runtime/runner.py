@@ -15,11 +15,11 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.abort import AbandonableThread, Fence, SocketRegistry, abandonable
-from pentad.workers.checkpoint.checkpoint import Checkpoint, open_checked
+from pentad.workers.background import awaited, in_background
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
-from pentad.workers.host_memory import HostMemory, Reservation, in_background, reserved
+from pentad.workers.host_memory import HostMemory, Reservation
 from pentad.workers.integrity.rank_check import check_rank
 from pentad.workers.integrity.result import RankCheck
 from pentad.workers.lanes.gpu_timer import spans_of
@@ -29,7 +29,7 @@ from pentad.workers.parallel.expert_parallel import ExpertSlots
 from pentad.workers.parallel.process_groups import abort_nccl, connect, destroy_groups, join_store, start_store
 from pentad.workers.replication.parts import CopyKey, HostCopies
 from pentad.workers.replication.replicator import Replicator, SentPart
-from pentad.workers.replication.source import CopySource, checkpoint_in_memory
+from pentad.workers.replication.source import CopySource
 from pentad.workers.runtime import rank_setup
 from pentad.workers.runtime.executor import Executor
 from pentad.workers.runtime.gpu_position import GpuPosition
@@ -43,7 +43,7 @@ from pentad.workers.runtime.results import (
     WrittenShards,
     longest_instruction,
 )
-from pentad.workers.runtime.state_transfer import hand_over, read_shared
+from pentad.workers.runtime.state_transfer import StateReader, hand_over, share
 from pentad.workers.runtime.step_profiler import StepProfiler
 from pentad.workers.runtime.step_result import step_result
 from pentad.workers.runtime.zero import ZeroShards
@@ -52,7 +52,8 @@ CALLS_KEPT = 4  # recent calls whose results the driver may ask for again
 
 
 class Runner:
-    """A rank for one generation. Order of calls: serve (rank 0), connect, restore or receive, run and snapshot, close.
+    """A rank for one generation. Order of calls: serve (rank 0), begin_reading if a copy is restored, connect, restore
+    or receive, run and snapshot, close.
 
     Another thread calls `write` for every `snapshot`. Another one may call `fence` at any time. `leave` then returns a
     snapshot of the rank, and the Runner of the next generation takes over the state of `previous`; what it lacks is
@@ -84,6 +85,7 @@ class Runner:
         self.snapshots: Snapshots = Snapshots(self.device, in_place=plan.host_optimizer, check=self.fence_flag.check)
         self.copies = copies if copies is not None else HostCopies()
         self.replicator = Replicator(self.copies, rank, self.device)
+        self.reader = StateReader(self.state, self.copies, self.fence_flag.check)
         self.programs = [RankProgram.of(plan, number, rank) for number in range(len(plan.programs))]
         self.load_batch = rank_setup.make_batch_loader(plan, rank, self.device)
         self.eval_loader = rank_setup.make_eval_loader(plan, self.load_batch)
@@ -99,7 +101,6 @@ class Runner:
         earlier = previous.reservation if previous else None
         reserve = partial(rank_setup.reserve, plan, self.device, self.snapshots, self.replicator)
         self.reservation: Reservation = in_background(partial(reserve, self.state.files(), earlier))
-        self.has_reserved = False
         self.store: dist.TCPStore | None = None
         self.thread = AbandonableThread(self.fence_flag) if self.device.type == "cpu" else None
         self.sockets: SocketRegistry | None = None
@@ -109,6 +110,10 @@ class Runner:
         """On rank 0, whose IP address is `host`: starts the store; returns 'HOST:PORT' for `connect`."""
         self.store = start_store(host, self.plan.mesh.size, timeout_seconds)
         return f"{host}:{self.store.port}"
+
+    def begin_reading(self, source: CopySource) -> None:
+        """Reads this rank's part of a copy in the memory of ranks beside `connect`; `restore_copy` waits for it."""
+        self.reader.begin(source)
 
     @abandonable
     def connect(self, address: str, timeout_seconds: float) -> None:
@@ -142,18 +147,17 @@ class Runner:
         """Reads the state of `step` steps from a checkpoint, or only the weights without `optimizer`; without a
         checkpoint, starts from the initial values. All ranks must call it. Returns why this rank could not: the
         checkpoint is Damaged, or Unreadable for now. Then no rank has a state."""
+        self.reader.end()
         if folder is not None:
-            return self._read(lambda: open_checked(location(folder)), step, optimizer=optimizer)
+            return self._share(step, partial(self.reader.read, folder, optimizer=optimizer))
         self.state.initialize()
         self._set_version(step)
         return None
 
     @abandonable
     def restore_copy(self, source: CopySource) -> PentadError | None:
-        """Reads the state from a copy in the memory of ranks, as from a checkpoint. All ranks must call it. Returns why
-        this rank could not; then no rank has a state."""
-        opened = partial(checkpoint_in_memory, source, self.copies, self.fence_flag.check)
-        return self._read(opened, source.key.step)
+        """Reads the state from a copy in the memory of ranks, as `restore` does from a checkpoint."""
+        return self._share(source.key.step, partial(self.reader.read_copy, source))
 
     @abandonable
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
@@ -176,7 +180,7 @@ class Runner:
         run again here. `skipped_batches` are left out (see `batch_of`). Raises Aborted if the generation ends.
         """
         assert self.state.version >= 0, "restore or receive comes first"
-        self._reserve()
+        self.offload_memory = self._connected.activations.reserve(self.offload_memory)
         with self.fence_flag.guard():
             self._issue(range(first_step, first_step + count), skipped_batches)
             if more and self._slots is None:
@@ -229,7 +233,7 @@ class Runner:
         """Has this rank's part of the state of `step` steps, the last of which may be open, copied to host memory.
         Training continues meanwhile: only the next update waits for the copy. `write` raises what goes wrong here."""
         with self.snapshots.failing():
-            reserved(self.reservation, self.fence_flag.check)
+            awaited(self.reservation, self.fence_flag.check)
             self.snapshots.request(step, self.state.files(), self._connected.optimizer_step.version)
 
     def write(self, folder: str, step: int) -> WrittenShards:
@@ -247,7 +251,7 @@ class Runner:
     def copy(self, step: int) -> None:
         """As `snapshot`, for a copy in the memory of ranks; `replicate` raises what goes wrong here."""
         with self.replicator.snapshots.failing():
-            reserved(self.reservation, self.fence_flag.check)
+            awaited(self.reservation, self.fence_flag.check)
             self.replicator.request(step, self.state.files(), self._connected.optimizer_step.version)
 
     def replicate(self, key: CopyKey, address: str, token: bytes) -> SentPart:
@@ -280,9 +284,7 @@ class Runner:
 
     def position(self) -> Progress | None:
         """What the GPU does; None on a CPU, before `connect` and after `fence`. From any thread."""
-        if self.executor is None or self.fence_flag.is_set:
-            return None
-        return self.gpu_position.read(self.executor)
+        return None if self.executor is None or self.fence_flag.is_set else self.gpu_position.read(self.executor)
 
     def abort(self) -> None:
         """Aborts the collectives of a fenced GPU, once all ranks are fenced."""
@@ -292,6 +294,7 @@ class Runner:
     def leave(self) -> RankSnapshot:
         """After `fence`, on the train thread: releases the communicators and returns a snapshot of this rank."""
         norm, ready = 0.0, False
+        self.reader.end()
         if self.executor is not None:
             self._collect_results()  # and waits for all lanes
             end = self.executor.optimizer_step
@@ -329,10 +332,12 @@ class Runner:
         """The snapshots of checkpoints, and of copies in memory."""
         return self.snapshots, self.replicator.snapshots
 
-    def _read(self, open_: Callable[[], Checkpoint], step: int, *, optimizer: bool = True) -> PentadError | None:
+    def _share(self, step: int, read: Callable[[], PentadError | None]) -> PentadError | None:
+        """Once all ranks have read their parts of the state of `step` steps, they share them."""
         with self.fence_flag.guard():
-            is_read, problem = read_shared(self.state, self._connected.groups, open_, optimizer=optimizer)
-        if is_read:
+            problem = read()
+            is_whole = share(self.state, self._connected.groups, has_read=problem is None)
+        if is_whole:
             self._set_version(step)
         return problem
 
@@ -346,12 +351,6 @@ class Runner:
             torch.cuda.synchronize(self.device)  # peers may read the weights as soon as this rank's call has ended
         if self.executor is not None:
             self.executor.optimizer_step.version.fill_(version)
-
-    def _reserve(self) -> None:
-        """Host memory for activations, before the first step."""
-        if not self.has_reserved:
-            self._connected.activations.reserve(self.offload_memory)
-            self.offload_memory, self.has_reserved = self._connected.activations.memory, True
 
     @abandonable
     def _finish_open_step(self) -> None:

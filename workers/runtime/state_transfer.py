@@ -3,39 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard
-from pentad.workers.checkpoint.checkpoint import Checkpoint, Unreadable
+from pentad.workers.background import awaited, in_background
+from pentad.workers.checkpoint.checkpoint import Checkpoint, Unreadable, open_checked
 from pentad.workers.checkpoint.checksums import Damaged
+from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.snapshot import copy_to, layout, snapshot_bytes
 from pentad.workers.host_memory import available_bytes
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.rank_waits import rank_waits
 from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies
+from pentad.workers.replication.source import CopySource, checkpoint_in_memory
 from pentad.workers.runtime.rank_state import RankState
 
+Problem = Damaged | Unreadable | None
 
-def read_shared(
-    state: RankState, groups: ProcessGroups, open_: Callable[[], Checkpoint], *, optimizer: bool
-) -> tuple[bool, PentadError | None]:
-    """Reads what this rank holds. Where ranks hold the same, one of them reads and sends it to the others, once all
-    have read their parts. Returns whether they have, and why this rank could not. All ranks must call it."""
+
+class StateReader:
+    """Reads what a rank holds; where several ranks hold the same, what it is the first of to hold, and `share` sends it
+    to the others. What it returns is why it could not."""
+
+    def __init__(self, state: RankState, copies: HostCopies, check: Callable[[], None]) -> None:
+        self.state, self.copies, self.check = state, copies, check
+        self.begun: tuple[CopySource, Future[Problem]] | None = None
+
+    def read(self, folder: str, *, optimizer: bool) -> Problem:
+        """A checkpoint, or only its weights without `optimizer`."""
+        return self._read(partial(open_checked, location(folder)), optimizer=optimizer)
+
+    def begin(self, source: CopySource) -> None:
+        """A copy in the memory of ranks, beside other calls."""
+        self.begun = source, in_background(partial(self._read_copy, source))
+
+    def read_copy(self, source: CopySource) -> Problem:
+        """A copy; waits for it if it has begun."""
+        if self.begun is None or self.begun[0] != source:
+            self.end()
+            return self._read_copy(source)
+        try:
+            return awaited(self.begun[1], self.check)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Waits until nothing is written to the state."""
+        if self.begun is not None:
+            wait([self.begun[1]])
+            self.begun = None
+
+    def _read_copy(self, source: CopySource) -> Problem:
+        if self.state.device.type == "cuda":
+            torch.cuda.set_device(self.state.device)  # of this thread
+        return self._read(partial(checkpoint_in_memory, source, self.copies, self.check))
+
+    def _read(self, open_: Callable[[], Checkpoint], *, optimizer: bool = True) -> Problem:
+        state, senders = self.state, _senders(self.state)
+        own = [shard for shard in state.parameters if senders.get(shard, state.rank) == state.rank]
+        try:
+            state.read(open_(), optimizer=optimizer, shards=own)
+        except (Damaged, Unreadable) as error:
+            return error
+        return None
+
+
+def share(state: RankState, groups: ProcessGroups, *, has_read: bool) -> bool:
+    """After all ranks have tried to read: whether all have, and then every rank has what it holds."""
+    if not _all_agree(has_read, groups.world, state.device):
+        return False
+    state.receive(groups, _senders(state))
+    return True
+
+
+def _senders(state: RankState) -> dict[ParamShard, int]:
+    """The first of the ranks that hold the same shard."""
     holders = {shard: state.plan.holders(shard) for shard in state.parameters}
-    sent = {s: its[0] for s, its in holders.items() if len(its) > 1 and state.plan.num_zero_shards(s) == 1}
-    own = [shard for shard in holders if sent.get(shard, state.rank) == state.rank]
-    problem: PentadError | None = None
-    try:
-        state.read(open_(), optimizer=optimizer, shards=own)
-    except (Damaged, Unreadable) as error:
-        problem = error
-    if not (is_read := _all_agree(problem is None, groups.world, state.device)):
-        return False, problem
-    state.receive(groups, sent)
-    return is_read, None
+    return {s: its[0] for s, its in holders.items() if len(its) > 1 and state.plan.num_zero_shards(s) == 1}
 
 
 def _all_agree(agrees: bool, world: dist.ProcessGroup | None, device: torch.device) -> bool:

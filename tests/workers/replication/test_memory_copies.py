@@ -109,9 +109,9 @@ def test_a_copy_has_the_window_of_spikes_and_moves_to_another_mesh(workers, corp
     source = copies.newest(set())
     call_all(workers, "close")
     smaller = replace(plan_of("1f1b", 1, 2, 8, corpus, "float32", model=plan.model), spikes=plan.spikes)
-    start_generation(workers[:2], smaller, 2)
     assert source is not None
     nobody = source._replace(parts=tuple(each._replace(address="127.0.0.1:1") for each in source.parts))
+    start_generation(workers[:2], smaller, 2, nobody)
     with pytest.raises(Unreadable, match="Connection refused"):
         call_all(workers[:2], "restore_copy", nobody)
     call_all(workers[:2], "restore_copy", source)
