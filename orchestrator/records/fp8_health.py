@@ -12,6 +12,7 @@ from pentad.workers.linear.fp8_sample import Fp8Sample, GradientSums, cosines, m
 
 MOST = 3  # sentences about a step
 UNDERFLOWED = 0.25  # share of an operand's values that are zero in 8 bits
+SATURATED = 0.05  # that have the largest magnitude: of tiles of attention's output it was 3 % where nothing exceeded it
 COSINE = 0.9  # of a gradient with that in the compute dtype, at least
 GROWTH, REMEMBERED, LEAST = 16.0, 16, 4  # of a maximum over the median of this many samples before, at least that many
 
@@ -71,6 +72,8 @@ class Fp8Health:
         before.append(amax)
         if amax > GROWTH * usual:
             return f"reach {amax:.3g}, {amax / usual:.0f} times what they usually do"
+        if saturated > SATURATED:
+            return f"saturate: {saturated:.0%} of them have the largest magnitude of 8 bits"
         if underflowed > UNDERFLOWED:
             return f"are too small for 8 bits: {underflowed:.0%} of them became zero"
         return ""

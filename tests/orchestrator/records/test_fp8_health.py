@@ -14,8 +14,8 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.linear.fp8_sample import Fp8Sample, GradientSums
 
 
-def row_of(amax: float = 1.0, underflowed: int = 0, weights: int = 1) -> dict[str, Any]:
-    return fp8_row(Fp8Sample(f"layers.{n}.qkv", "gradient", amax, 5, underflowed, 100) for n in range(weights))
+def row_of(amax: float = 1.0, underflowed: int = 0, weights: int = 1, saturated: int = 5) -> dict[str, Any]:
+    return fp8_row(Fp8Sample(f"layers.{n}.qkv", "gradient", amax, saturated, underflowed, 100) for n in range(weights))
 
 
 def test_the_row_has_shares_that_loggers_and_readers_understand() -> None:
@@ -31,8 +31,16 @@ def test_a_steady_run_has_no_warnings() -> None:
     assert not any(health.warnings(row_of(1.0 + step % 7, 20)) for step in range(100))
 
 
+BAD = {
+    "40% of them became zero": row_of(underflowed=40),
+    "6% of them have the largest": row_of(saturated=6),
+    "200 times": row_of(200.0),
+    "finite": row_of(math.inf),
+}
+
+
 def test_values_that_vanish_or_explode_or_are_not_finite_are_reported_once_until_they_recover() -> None:
-    for bad, words in ((row_of(underflowed=40), "40%"), (row_of(200.0), "200 times"), (row_of(math.inf), "finite")):
+    for words, bad in BAD.items():
         health = Fp8Health()
         for _ in range(5):
             assert not health.warnings(row_of())
