@@ -60,18 +60,21 @@ class Spares:
         self._show()
 
     def take(self, bundle: int, node: str) -> Spare | None:
-        """A spare that is to be the rank in a bundle, which is on this node by now; its answer is its place. None if
-        none is ready there, or if it is not known which GPU the bundle has."""
+        """A spare that is to be the rank in a bundle, which is on this node by now; its answer is its place. One that is
+        ready or, as a process that has begun to import is ahead of one that has not, is about to be. None if none is
+        there, or if it is not known which GPU the bundle has."""
         gone = self._rank_in(bundle)
         if self.group.plan.device == "cuda" and (gone is None or gone.node != node or gone.gpu < 0):
             return None
-        for spare in self.waiting:
-            if spare.node == node and spare.place is not None and _has_answered(spare):
-                self._remove(spare)
-                self._show()
-                pid, gpu = (gone.pid, gone.gpu) if gone else (0, -1)
-                return spare._replace(answer=spare.actor.take.remote(pid, gpu))
-        return None
+        here = [spare for spare in self.waiting if spare.node == node]
+        ready = [spare for spare in here if spare.place is not None and _has_answered(spare)]
+        spare = next(iter([*ready, *(spare for spare in here if spare.place is None)]), None)
+        if spare is None:
+            return None
+        self._remove(spare)
+        self._show()
+        pid, gpu = (gone.pid, gone.gpu) if gone else (0, -1)
+        return spare._replace(answer=spare.actor.take.remote(pid, gpu))
 
     def _rank_in(self, bundle: int) -> WorkerPlace | None:
         """Where the rank was that was started in this bundle, if the bundle has not moved since."""

@@ -140,7 +140,17 @@ def test_a_spare_that_is_gone_costs_nothing_but_itself(start: StartRun, fails: s
         run.recovery.ranks.spares.waiting[0].answer.is_ready = False
     run.recovery.recover(run.lose(0), 7)
     assert new_ranks(run)[0] is not spare and run.versions() == [7] * 4
-    assert run.events("recovered")[0]["spares"] == []
+    assert run.events("recovered")[0]["spares"] == ([0] if fails == "dies" else []), "the next one has begun to start"
+
+
+def test_a_spare_that_has_begun_to_start_is_ahead_of_a_new_process(start: StartRun) -> None:
+    run = start(*SQUARE, "elastic.spares=1")
+    run.recovery.ranks.spares.keep()
+    (starting,) = run.recovery.ranks.spares.waiting
+    starting.answer.is_ready = False
+    run.recovery.recover(run.lose(0), 7)
+    assert new_ranks(run)[0] is starting.actor.rank and run.versions() == [7] * 4
+    assert run.events("recovered")[0]["spares"] == [0]
 
 
 def no_module(rank: Rank, device: str) -> WorkerPlace:
