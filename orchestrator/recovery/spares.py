@@ -60,9 +60,9 @@ class Spares:
         self._show()
 
     def take(self, bundle: int, node: str) -> Spare | None:
-        """A spare that is to be the rank in a bundle, which is on this node by now; its answer is its place. One that is
-        ready or, as a process that has begun to import is ahead of one that has not, is about to be. None if none is
-        there, or if it is not known which GPU the bundle has."""
+        """A spare that is to be the rank in a bundle, which is on this node by now; its answer is its place. One that
+        is ready, else one that still imports, which is ahead of a new process. None if none is there, or if it is not
+        known which GPU the bundle has."""
         gone = self._rank_in(bundle)
         if self.group.plan.device == "cuda" and (gone is None or gone.node != node or gone.gpu < 0):
             return None
