@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from chaos_cluster import Process
+from chaos_copies import read_copy
 from chaos_fabric import (
     INITIAL,
     Fabric,
@@ -118,27 +119,16 @@ class SimRunner:
         return (yield from self._load_if_all_have(problem, state))
 
     def begin_reading(self, source: CopySource) -> None:
-        self.begun = source, self._read_copy(source)
+        self.begun = source, read_copy(self.simulation.cluster, self.copies, source)
 
     def restore_copy(self, source: CopySource) -> Generator[Any, None, PentadError | None]:
         self.simulation.reached("restoring", self.process)
         begun, self.begun = self.begun, None
-        found, problem = begun[1] if begun is not None and begun[0] == source else self._read_copy(source)
+        if begun is None or begun[0] != source:
+            begun = source, read_copy(self.simulation.cluster, self.copies, source)
+        found, problem = begun[1]
         assert problem or [state.steps for state in found] == [source.key.step]
         return (yield from self._load_if_all_have(problem, *found))
-
-    def _read_copy(self, source: CopySource) -> tuple[set[State], PentadError | None]:
-        found = set[State]()
-        for each in source.parts:
-            data = self.copies.find(each.part.key, each.part.owner)
-            if data is None:
-                holder = next(p for p in self.simulation.cluster.processes if str(p.pid) == each.address)
-                if not holder.is_alive:
-                    return found, Unreadable("the memory of ranks cannot be read: connection refused")
-                data = holder.worker.copies.find(each.part.key, each.part.owner)
-            assert data is not None, "a part that was held is gone"
-            found.add(State(*map(int, data.view(np.int64))))
-        return found, None
 
     def _load_if_all_have(self, problem: PentadError | None, *found: State) -> Generator[Any, None, PentadError | None]:
         self.restores += 1
