@@ -77,7 +77,19 @@ class NewestIntact:
     def _open(self, folder: Location) -> Checkpoint:
         if folder in self.damaged:
             raise PentadError(self.damaged[folder])
-        return open_checked(folder)
+        found = open_checked(folder)
+        self._require_left_out(found)
+        return found
+
+    def _require_left_out(self, checkpoint: Checkpoint) -> None:
+        """Raises PentadError if the run has gone back to before this checkpoint since its steps, and left out batches: a
+        rank that nobody could reach has committed it afterwards."""
+        known = {tuple(each) for each in checkpoint.meta.get("skipped_batches", [])}
+        rollbacks = [event for event in self.bus.folder.journal() if event["event"] == "rollback"]
+        for first, count in rollbacks[-1]["skipped_batches"] if rollbacks else ():
+            if first < checkpoint.step and (first, count) not in known:
+                found = f"{checkpoint.folder} was trained on batches that the run has left out since"
+                raise PentadError(f"{found}: expected it to leave out {count} from step {first} on")
 
     def _answered(self, call: Callable[[], T]) -> T:
         """What the call returns, once the storage answers it."""

@@ -213,7 +213,7 @@ class Rank:
         self, generation: int, folder: str, step: int, shards: Any, meta: Any, keep: int, pinned: tuple[int, ...]
     ) -> str:
         assert generation == self.generation
-        save_small(location(folder), step)
+        save_small(location(folder), step, meta)
         if step in self.fake.committing:
             raise Hangs
         return ""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_ray import FakeRun
+from small_checkpoint import save_small
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.records.json_lines import read_lines
@@ -17,7 +18,7 @@ from pentad.orchestrator.recovery.spikes import skipped_batches
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
-from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.checkpoint.checkpoint import Start, has_manifest
 from pentad.workers.checkpoint.retention import delete_checkpoint
 
 STEPS = 40
@@ -76,6 +77,23 @@ def test_a_rollback_depends_on_the_spikes_alone_whatever_dies(
     assert [event["skipped_batches"][-1] for event in rollbacks] == skipped
     assert [(event["to"], event["step"] + 1 - event["to"]) for event in rollbacks] == list(map(tuple, skipped))
     assert skipped_batches(run.folder, Start()) == tuple(map(tuple, skipped))
+
+
+def test_a_checkpoint_of_batches_that_have_been_left_out_since_does_not_count(start: StartRun) -> None:
+    """A rank that could not be reached commits it after the run has gone back."""
+    run = start(*LINE, "checkpoint.every=10", "spikes.policy=rollback")
+    run.fake.spikes, run.fake.faults = {17}, {25: (1,)}
+    late = run.folder.checkpoint(24)
+
+    def on_call(rank: object, method: str) -> None:
+        if method == "run" and run.events("rollback") and not run.events("lost") and not has_manifest(late):
+            save_small(late, 24, {"skipped_batches": []})
+
+    run.fake.on_call = on_call
+    assert drive(run) == STEPS
+    (refused,) = run.events("checkpoint refused")
+    assert "left out since" in refused["cause"] and [row["step"] for row in run.events("recovered")] == [20]
+    assert [run.fake.trained[step] for step in range(STEPS)] == expected({17}, 10)[0]
 
 
 def test_checkpoints_of_steps_that_no_longer_count_are_deleted(start: StartRun) -> None:
