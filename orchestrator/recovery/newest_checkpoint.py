@@ -82,8 +82,8 @@ class NewestIntact:
         return found
 
     def _require_left_out(self, checkpoint: Checkpoint) -> None:
-        """Raises PentadError if the run has gone back to before this checkpoint since its steps, and left out batches: a
-        rank that nobody could reach has committed it afterwards."""
+        """Raises PentadError if the run has gone back to before this checkpoint since, and left out batches: a rank
+        that nobody could reach has committed it afterwards."""
         known = {tuple(each) for each in checkpoint.meta.get("skipped_batches", [])}
         rollbacks = [event for event in self.bus.folder.journal() if event["event"] == "rollback"]
         for first, count in rollbacks[-1]["skipped_batches"] if rollbacks else ():
