@@ -9,6 +9,7 @@ from typing import Any
 
 from pentad.orchestrator.cluster.local_head import launch
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.config.data_sections import name_of
 from pentad.orchestrator.config.includes import read_file
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.planning.planning import first_plan
@@ -54,8 +55,10 @@ def eval_config(
 
 
 def _named(data: str) -> dict[str, str]:
-    name, _, path = data.rpartition("=")
-    return {"name": name or Path(path.removeprefix("builtin:")).name or path, "path": path}
+    name, equals, path = data.partition("=")
+    if not equals or set(name) & {"/", ":"}:  # a path that has an =, such as the options of a URI
+        name, path = "", data
+    return {"name": name or name_of(path), "path": path}
 
 
 def _imported(checkpoint: Checkpoint, home: Path) -> dict[str, Any]:

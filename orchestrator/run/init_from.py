@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.config.errors import shown
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.orchestrator.monitoring.runfolder import Changes, changed_keys, find_checkpoint
@@ -26,7 +27,11 @@ from pentad.workers.hf.names import MODEL_FILE
 if TYPE_CHECKING:
     from pentad.workers.hf.exporter import ExportRequest
 
-_WITHOUT_TENSORS = ("family", "rope_theta", "rope_scaling", "norm_eps", "mtp_loss_weight")  # keys of the model section
+# Keys of the model section that decide no tensor's shape.
+_WITHOUT_TENSORS = {
+    *("family", "rope_theta", "rope_scaling", "norm_eps", "mtp_loss_weight", "sliding_window", "layer_types"),
+    *("rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+}
 
 
 class Origin(NamedTuple):
@@ -117,8 +122,9 @@ def _require_same_tensors(now: ModelSection, before: ModelSection, name: str) ->
     if now.custom == before.custom and (now.custom or _tensor_shapes(now) == _tensor_shapes(before)):
         return
     old, new = before.model_dump(), now.model_dump()
-    key = next(key for key in new if new[key] != old[key] and key not in _WITHOUT_TENSORS)
-    raise PentadError(f"model.{key} is {new[key]}: expected {old[key]}, as in run.init_from = {name}")
+    key = next((key for key in new if new[key] != old[key] and key not in _WITHOUT_TENSORS), "family")
+    found, expected = (each[key] if isinstance(each[key], dict) else shown(each[key]) for each in (new, old))
+    raise PentadError(f"model.{key} is {found}: expected {expected}, as in run.init_from = {name}")
 
 
 def _tensor_shapes(section: ModelSection) -> dict[str, tuple[int, ...]]:

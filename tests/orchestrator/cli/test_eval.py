@@ -79,6 +79,23 @@ def test_what_the_ranks_find_is_printed_with_the_checkpoint_that_they_had(
     assert start == Start(Path("runs/mine/checkpoints/step-00000004").absolute(), 4, optimizer=False)
 
 
+@pytest.mark.parametrize(
+    ("data", "name", "path"),
+    [
+        ("builtin:pydoc", "pydoc", "builtin:pydoc"),
+        ("wiki=corpora/x", "wiki", "corpora/x"),
+        ("wiki=s3://bucket/x?region=eu", "wiki", "s3://bucket/x?region=eu"),
+        ("s3://bucket/x?endpoint_override=host:9000&scheme=http", "x",
+         "s3://bucket/x?endpoint_override=host:9000&scheme=http"),
+        ("./lang=en", "lang=en", "./lang=en"),
+    ],
+)  # fmt: skip
+def test_data_may_have_a_name_before_its_path(pentad: Pentad, data: str, name: str, path: str) -> None:
+    save_run("mine", *QUIET)
+    (found,) = eval_config(find_checkpoint("mine", "CHECKPOINT"), [data], None, ()).eval.data or []
+    assert (found.name, found.path) == (name, path)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("arguments", "message"),

@@ -118,6 +118,18 @@ def test_rope_scaling_may_change_between_stages(tmp_path: Path) -> None:
         ),
         (["run.init_from=first", "model.ffn=256"], "model.ffn is 256: expected 384, as in run.init_from = first"),
         (
+            ["run.init_from=first", "model.family=qwen3"],
+            "model.family is 'qwen3': expected 'llama', as in run.init_from = first",
+        ),
+        (
+            ["run.init_from=first", "model.family=gemma2", "model.sliding_window=64"],
+            "model.family is 'gemma2': expected 'llama', as in run.init_from = first",
+        ),
+        (
+            ["run.init_from=first", "model.tie_word_embeddings=true"],
+            "model.tie_word_embeddings is true: expected false, as in run.init_from = first",
+        ),
+        (
             ["run.init_from=first", "run.init_step=true", "run.steps=4"],
             "run.steps is 4: expected more than 4, the steps of run.init_from",
         ),
