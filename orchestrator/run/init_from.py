@@ -17,6 +17,7 @@ from pentad.orchestrator.monitoring.runfolder import Changes, changed_keys, find
 from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of, saved_config
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase, LoraSpec, lora_of
+from pentad.schedules.spec.optimizer import moment_offset_of
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import tensors
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, fingerprint
@@ -37,12 +38,13 @@ _WITHOUT_TENSORS = {
 class Origin(NamedTuple):
     """What a new run starts from, and the keys of its configuration that differ from the run before. With LoRA the
     checkpoint is the `base` with the frozen weights, and the adapters start from those of PEFT in the folder `adapter`,
-    or from their initial values."""
+    or from their initial values. Moments have seen `moment_offset` more updates than the run counts as done."""
 
     start: Start
     changes: Changes
     base: LoraBase | None = None
     adapter: Path | None = None
+    moment_offset: int = 0
 
 
 def origin_of(config: RunConfig) -> Origin:
@@ -75,7 +77,8 @@ def origin_of(config: RunConfig) -> Origin:
     if config.lora_spec is not None:
         base = LoraBase(str(folder), fingerprint(folder))
         return Origin(Start(), changes, base, _adapter(config, config.lora_spec, home))
-    return Origin(Start(folder, step, run.init_optimizer), changes)
+    updates = checkpoint.step + moment_offset_of(checkpoint.meta) if run.init_optimizer else 0
+    return Origin(Start(folder, step, run.init_optimizer), changes, moment_offset=updates - step)
 
 
 def _adapter(config: RunConfig, lora: LoraSpec, home: Path) -> Path | None:
