@@ -30,7 +30,7 @@ _EXPECTED = {  # by pydantic's type of error
     "string_type": "text (in quotes, should it look like something else)",
     "string_unicode": "valid Unicode",
     "bool_type": "true or false",
-    "list_type": "a list such as [0, 1]",
+    "list_type": "a list, such as [a, b]",
     "string_pattern_mismatch": "letters, digits, '_', '-' and '.', the first no '-' or '.'",
     "too_long": "at most {max_length} items",
     "string_too_long": "at most {max_length} characters",

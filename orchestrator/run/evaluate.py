@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,8 @@ from pentad.orchestrator.run.train import RUNNER, with_eval_fingerprints
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import lora_of
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Start
+from pentad.workers.hf.kept_files import FOLDER
+from pentad.workers.hf.names import CONFIG as HF_CONFIG
 from pentad.workers.hf.names import MODEL_FILE
 
 IMPORTED_LENGTH = 2048  # tokens of a sequence, if the model was trained on more
@@ -63,14 +66,22 @@ def _named(data: str) -> dict[str, str]:
 
 def _imported(checkpoint: Checkpoint, home: Path) -> dict[str, Any]:
     """A configuration for an imported model, of one rank and one sequence at a time."""
-    positions = (checkpoint.meta.get("hugging_face") or {}).get("max_position_embeddings") or IMPORTED_LENGTH
     model = checkpoint.meta.get("model") or read_file(home / MODEL_FILE).values["model"]
     return {
         "run": {"name": "eval", "steps": 1},
         "model": model,
         "schedule": {"name": "gpipe", "microbatches": 1},
-        "batch": {"global_batch_size": 1, "sequence_length": min(positions, IMPORTED_LENGTH)},
+        "batch": {"global_batch_size": 1, "sequence_length": min(_positions(home), IMPORTED_LENGTH)},
     }
+
+
+def _positions(home: Path) -> int:
+    """The longest sequence that an import was trained on, if its config.json says so."""
+    try:
+        found = json.loads((home / FOLDER / HF_CONFIG).read_text(encoding="utf-8"))["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return IMPORTED_LENGTH
+    return found if isinstance(found, int) and found > 0 else IMPORTED_LENGTH
 
 
 def evaluate(config: RunConfig, checkpoint: Checkpoint, display: Display, runner: str = RUNNER) -> list[dict[str, Any]]:

@@ -50,7 +50,9 @@ def test_a_run_is_evaluated_as_it_was_configured_unless_options_say_otherwise(pe
 
 
 def test_an_imported_model_gets_one_rank_and_the_length_it_was_trained_on(pentad: Pentad) -> None:
-    save(Path("mine"), {"model": MODEL, "hugging_face": {"max_position_embeddings": 64}})
+    save(Path("mine"), {"model": MODEL})
+    Path("mine/hf").mkdir()
+    Path("mine/hf/config.json").write_text('{"max_position_embeddings": 64}')
     config = eval_config(find_checkpoint("mine", "CHECKPOINT"), ["builtin:pydoc"], None, ["batch.global_batch_size=4"])
     assert (config.mesh.size, config.batch.sequence_length, config.batch.global_batch_size) == (1, 64, 4)
     assert config.data_sets == ["pydoc"]

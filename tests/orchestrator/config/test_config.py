@@ -106,7 +106,7 @@ def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tu
         (["recompute_stages=[0]"], "memory.recompute_stages is [0], but memory.recompute is none: expected selective"),
         (["recompute=full", "recompute_stages=[]"], "memory.recompute_stages is []: expected at least one stage"),
         (["recompute=full", "recompute_stages=[4]"], "memory.recompute_stages is [4]: expected stages 0 to 3"),
-        (["recompute=full", "recompute_stages=2"], "memory.recompute_stages is 2: expected a list such as [0, 1]"),
+        (["recompute=full", "recompute_stages=2"], "memory.recompute_stages is 2: expected a list, such as [a, b]"),
         (["recompute=full", "recompute_stages=[-1]"], "memory.recompute_stages[0] is -1: expected at least 0"),
         (["max_resident_microbatches=0"], "memory.max_resident_microbatches is 0: expected more than 0"),
         (
