@@ -139,6 +139,14 @@ def example_key(section: str, config: type[BaseModel]) -> str:
     return f"{section}.{[*schema.get('required', ()), *schema['properties']][0]}"
 
 
+def no_mapping(key: str, config: type[BaseModel]) -> str:
+    """What is expected of an override in place of a mapping."""
+    known = sections_of(config)
+    if key in known:
+        return f"a single key such as {example_key(key, config)}=VALUE"
+    return "a list of mappings, in brackets" if f"{key}[]" in known else "a single value (quotes make text of it)"
+
+
 def nearest(text: str, known: Iterable[str]) -> str | None:
     """The option that was probably meant: a typing error, a synonym, initials (lr), or some of the words."""
     options, text = list(known), text.lower()
