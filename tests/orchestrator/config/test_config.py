@@ -214,7 +214,7 @@ def test_overrides_replace_the_file_and_earlier_overrides(file: Callable[[str | 
         ("mesh=2", "mesh=2 sets a whole section: expected a single key such as mesh.dp=VALUE"),
         ("run.name={a: 1}", "run.name is {'a': 1}: expected a single value"),
         ("optimizer.groups={pattern: x}", "is {'pattern': 'x'}: expected a list of mappings, in brackets"),
-        ("model.rope_scaling={factor: 2}", "is {'factor': 2}: expected a single key such as model.rope_scaling.rope_type="),
+        ("model.rope_scaling={factor: 2}", "expected a single key such as model.rope_scaling.rope_type=VALUE"),
         ("run.name=[", "override run.name=[ line 1, column 2:"),
         ("run.name=../x", "run.name is '../x': expected letters, digits"),
         ("run.name=.hidden", "run.name is '.hidden': expected letters"),
