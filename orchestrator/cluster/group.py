@@ -188,6 +188,7 @@ class WorkerGroup:
             "data": drawn_by(plan.data, plan.batch.sizes, batch_of(step, self.skipped_batches)),
             "lora": None if plan.lora is None else plan.lora.plain,
             "skipped_batches": list(map(list, self.skipped_batches)),
+            "moment_offset": plan.optimizer.moment_offset,
         }
         self.committing = {rank: commit.remote(self.generation, str(folder), step, shards, meta, keep, tuple(pinned))}
         return self.committing

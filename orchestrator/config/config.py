@@ -386,7 +386,7 @@ def _section_of(override: str) -> dict[str, Any]:
         raise PentadError(errors.unknown_key(key, RunConfig))
     value = load_yaml(text, f"override {override}" if len(override) <= 60 else f"override {override[:57]}...")
     if isinstance(value, dict):
-        raise PentadError(f"{key} is {errors.shown(value)}: expected a single value (quotes make text of it)")
+        raise PentadError(f"{key} is {errors.shown(value)}: expected {errors.no_mapping(key, RunConfig)}")
     for name in reversed(key.split(".")):
         value = {name: value}
     return value

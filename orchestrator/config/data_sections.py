@@ -147,6 +147,12 @@ class DataSection(Section):
             yield WeightChange(change.step, tuple(weights.values()))
 
 
+def name_of(path: str) -> str:
+    """What a corpus that has no name is called: the last part of its path, without the options of a URI."""
+    bare = path.partition("?")[0] if "://" in path else path
+    return Path(bare.removeprefix("builtin:")).name or path
+
+
 def _weight_rules(key: str, weights: tuple[float, ...]) -> Iterator[str]:
     if not any(weights):
         yield f"{key} has weights that sum to 0: expected a positive weight"
@@ -182,7 +188,7 @@ class EvalSection(Section):
     def _name_single_path(cls, value: Any) -> Any:
         """A corpus alone is called as its folder."""
         if isinstance(value, str) and value:
-            return [{"name": Path(value.removeprefix("builtin:")).name or value, "path": value}]
+            return [{"name": name_of(value), "path": value}]
         return value
 
     def next_due(self, first: int, steps: int) -> int | None:

@@ -30,7 +30,7 @@ _EXPECTED = {  # by pydantic's type of error
     "string_type": "text (in quotes, should it look like something else)",
     "string_unicode": "valid Unicode",
     "bool_type": "true or false",
-    "list_type": "a list such as [0, 1]",
+    "list_type": "a list, such as [a, b]",
     "string_pattern_mismatch": "letters, digits, '_', '-' and '.', the first no '-' or '.'",
     "too_long": "at most {max_length} items",
     "string_too_long": "at most {max_length} characters",
@@ -137,6 +137,14 @@ def example_key(section: str, config: type[BaseModel]) -> str:
     """A section's first required key, or its first one."""
     schema = sections_of(config)[section]
     return f"{section}.{[*schema.get('required', ()), *schema['properties']][0]}"
+
+
+def no_mapping(key: str, config: type[BaseModel]) -> str:
+    """What is expected of an override in place of a mapping."""
+    known = sections_of(config)
+    if key in known:
+        return f"a single key such as {example_key(key, config)}=VALUE"
+    return "a list of mappings, in brackets" if f"{key}[]" in known else "a single value (quotes make text of it)"
 
 
 def nearest(text: str, known: Iterable[str]) -> str | None:

@@ -307,7 +307,8 @@ def _tables(plan: Plan, rank: int) -> int:
     model, stages = plan.model, plan.stages_of(rank)
     length = plan.batch.sequence_length // plan.mesh.cp
     most, held = plan.batch.most_microbatches, plan.batch.capacity or plan.batch.micro_batch_size * length
-    kinds = 4 if plan.batch.capacity else 2 + model.mtp_layers + plan.shares_documents  # also positions, and rows
+    mtp = model.mtp_layers * (2 if plan.data.eod_mask_loss or plan.data.document_mask else 1)  # also inputs if masked
+    kinds = 4 if plan.batch.capacity else 2 + mtp + plan.shares_documents  # also positions, and rows
     tokens = kinds * held * most * INDEX
     if plan.batch.capacity or plan.shares_documents:  # tables of all positions, and those of microbatches in flight
         length += plan.batch.sequence_length + min(most, 2 * plan.mesh.pp) * held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def format_percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+    return "-" if share is None else f"{100 * share:z.1f} %"
 
 
 def format_number(value: float | None, form: str) -> str:

@@ -336,8 +336,9 @@ def reduction(config: RunConfig, zero: int) -> Literal["step", "microbatch"] | N
 
 
 def with_inputs_of(plan: Plan, other: Plan) -> Plan:
-    """The plan with the opened data, and the frozen weights, of another plan of the same run."""
-    found = replace(plan, data=other.data, lora=other.lora)
+    """The plan with the opened data, the frozen weights and the age of moments of another plan of the same run."""
+    optimizer = replace(plan.optimizer, moment_offset=other.optimizer.moment_offset)
+    found = replace(plan, data=other.data, lora=other.lora, optimizer=optimizer)
     if plan.eval is None or other.eval is None:
         return found
     return replace(found, eval=replace(plan.eval, data_sets=other.eval.data_sets))

@@ -297,7 +297,7 @@ def _resume(config: RunConfig, folder: RunFolder, display: Display, origin: Orig
             display.note(note)
     else:
         origin = origin or origin_of(config)
-        first, changes, base, adapter = origin
+        first, changes, base, adapter, _ = origin
         if first.folder or found.refused:
             display.note(_starting(first))
         if base is not None:

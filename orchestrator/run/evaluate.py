@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from pentad.orchestrator.cluster.local_head import launch
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.config.data_sections import name_of
 from pentad.orchestrator.config.includes import read_file
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.planning.planning import first_plan
@@ -19,6 +21,8 @@ from pentad.orchestrator.run.train import RUNNER, with_eval_fingerprints
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import lora_of
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Start
+from pentad.workers.hf.kept_files import FOLDER
+from pentad.workers.hf.names import CONFIG as HF_CONFIG
 from pentad.workers.hf.names import MODEL_FILE
 
 IMPORTED_LENGTH = 2048  # tokens of a sequence, if the model was trained on more
@@ -54,20 +58,30 @@ def eval_config(
 
 
 def _named(data: str) -> dict[str, str]:
-    name, _, path = data.rpartition("=")
-    return {"name": name or Path(path.removeprefix("builtin:")).name or path, "path": path}
+    name, equals, path = data.partition("=")
+    if not equals or set(name) & {"/", ":"}:  # a path that has an =, such as the options of a URI
+        name, path = "", data
+    return {"name": name or name_of(path), "path": path}
 
 
 def _imported(checkpoint: Checkpoint, home: Path) -> dict[str, Any]:
     """A configuration for an imported model, of one rank and one sequence at a time."""
-    positions = (checkpoint.meta.get("hugging_face") or {}).get("max_position_embeddings") or IMPORTED_LENGTH
     model = checkpoint.meta.get("model") or read_file(home / MODEL_FILE).values["model"]
     return {
         "run": {"name": "eval", "steps": 1},
         "model": model,
         "schedule": {"name": "gpipe", "microbatches": 1},
-        "batch": {"global_batch_size": 1, "sequence_length": min(positions, IMPORTED_LENGTH)},
+        "batch": {"global_batch_size": 1, "sequence_length": min(_positions(home), IMPORTED_LENGTH)},
     }
+
+
+def _positions(home: Path) -> int:
+    """The longest sequence that an import was trained on, if its config.json says so."""
+    try:
+        found = json.loads((home / FOLDER / HF_CONFIG).read_text(encoding="utf-8"))["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return IMPORTED_LENGTH
+    return found if isinstance(found, int) and found > 0 else IMPORTED_LENGTH
 
 
 def evaluate(config: RunConfig, checkpoint: Checkpoint, display: Display, runner: str = RUNNER) -> list[dict[str, Any]]:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.config.errors import shown
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.orchestrator.monitoring.runfolder import Changes, changed_keys, find_checkpoint
 from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of, saved_config
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase, LoraSpec, lora_of
+from pentad.schedules.spec.optimizer import moment_offset_of
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import tensors
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, fingerprint
@@ -26,18 +28,23 @@ from pentad.workers.hf.names import MODEL_FILE
 if TYPE_CHECKING:
     from pentad.workers.hf.exporter import ExportRequest
 
-_WITHOUT_TENSORS = ("family", "rope_theta", "rope_scaling", "norm_eps", "mtp_loss_weight")  # keys of the model section
+# Keys of the model section that decide no tensor's shape.
+_WITHOUT_TENSORS = {
+    *("family", "rope_theta", "rope_scaling", "norm_eps", "mtp_loss_weight", "sliding_window", "layer_types"),
+    *("rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+}
 
 
 class Origin(NamedTuple):
     """What a new run starts from, and the keys of its configuration that differ from the run before. With LoRA the
     checkpoint is the `base` with the frozen weights, and the adapters start from those of PEFT in the folder `adapter`,
-    or from their initial values."""
+    or from their initial values. Moments have seen `moment_offset` more updates than the run counts as done."""
 
     start: Start
     changes: Changes
     base: LoraBase | None = None
     adapter: Path | None = None
+    moment_offset: int = 0
 
 
 def origin_of(config: RunConfig) -> Origin:
@@ -70,7 +77,8 @@ def origin_of(config: RunConfig) -> Origin:
     if config.lora_spec is not None:
         base = LoraBase(str(folder), fingerprint(folder))
         return Origin(Start(), changes, base, _adapter(config, config.lora_spec, home))
-    return Origin(Start(folder, step, run.init_optimizer), changes)
+    updates = checkpoint.step + moment_offset_of(checkpoint.meta) if run.init_optimizer else 0
+    return Origin(Start(folder, step, run.init_optimizer), changes, moment_offset=updates - step)
 
 
 def _adapter(config: RunConfig, lora: LoraSpec, home: Path) -> Path | None:
@@ -117,8 +125,9 @@ def _require_same_tensors(now: ModelSection, before: ModelSection, name: str) ->
     if now.custom == before.custom and (now.custom or _tensor_shapes(now) == _tensor_shapes(before)):
         return
     old, new = before.model_dump(), now.model_dump()
-    key = next(key for key in new if new[key] != old[key] and key not in _WITHOUT_TENSORS)
-    raise PentadError(f"model.{key} is {new[key]}: expected {old[key]}, as in run.init_from = {name}")
+    key = next((key for key in new if new[key] != old[key] and key not in _WITHOUT_TENSORS), "family")
+    found, expected = (each[key] if isinstance(each[key], dict) else shown(each[key]) for each in (new, old))
+    raise PentadError(f"model.{key} is {found}: expected {expected}, as in run.init_from = {name}")
 
 
 def _tensor_shapes(section: ModelSection) -> dict[str, tuple[int, ...]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 
 from pydantic import ValidationError
 
 from pentad.orchestrator.config import errors
 from pentad.orchestrator.config.config import RunConfig
+from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.lora import trained_tensors
 from pentad.schedules.spec.optimizer import STATE_KINDS
 from pentad.schedules.spec.plan import Plan
@@ -28,7 +30,7 @@ def with_decay_steps(config: RunConfig, saved: RunConfig | None) -> tuple[RunCon
         return config, ""
     before, now = saved.optimizer.curve(saved.run.steps), config.optimizer.curve(config.run.steps)
     if before != now:
-        return config, f"the learning rate has changed: now {_shown(config)}, before {_shown(saved)}"
+        return config, f"the learning rate has changed: {_change(before, now)}"
     if now.schedule != "constant" and now.decay_steps < config.run.steps:
         kept = f"the learning rate keeps its schedule of optimizer.decay_steps = {now.decay_steps}"
         return config, f"{kept}, after which it is {now.at(now.decay_steps):g}"
@@ -44,8 +46,14 @@ def _with(config: RunConfig, decay_steps: int) -> RunConfig:
         raise errors.ConfigError(errors.sentences(error, RunConfig)) from None
 
 
-def _shown(config: RunConfig) -> str:
-    rate = config.optimizer.curve(config.run.steps)
+def _change(before: LearningRate, now: LearningRate) -> str:
+    if (new := _shown(now)) != (old := _shown(before)):
+        return f"now {new}, before {old}"
+    changed = [each.name for each in fields(now) if getattr(now, each.name) != getattr(before, each.name)]
+    return " and ".join(f"{name} is {getattr(now, name)}, before {getattr(before, name)}" for name in changed)
+
+
+def _shown(rate: LearningRate) -> str:
     return f"{rate.schedule} to {rate.minimum:g} over {rate.decay_steps} steps from {rate.peak:g}"
 
 

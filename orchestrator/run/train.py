@@ -34,6 +34,7 @@ from pentad.orchestrator.search.replanned_order import with_replanned_order
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.lora import LoraBase, lora_of
+from pentad.schedules.spec.optimizer import moment_offset_of
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import committed, newest, read_manifest
 from pentad.workers.checkpoint.location import Location
@@ -116,8 +117,9 @@ def train(
         config, note = with_decay_steps(config, saved)
         if note:
             display.note(note)
-        plan = replace(plan, optimizer=optimizer_spec(config))
         origin = None if has_checkpoint(config) else origin_of(config)  # a mistake shows before Ray starts
+        offset = _moment_offset(config) if origin is None else origin.moment_offset
+        plan = replace(plan, optimizer=replace(optimizer_spec(config), moment_offset=offset))
         plan = with_base(plan, _base(config) if origin is None else origin.base)
         display.phase("starting Ray" if config.cluster.address == "local" else f"joining {config.cluster.address}")
         head = stack.enter_context(launch(config.cluster, config.mesh.size))
@@ -199,6 +201,12 @@ def _base(config: RunConfig) -> LoraBase | None:
         expected = f"null, or another run.name than {config.run.name}, whose checkpoints have all parameters"
         raise PentadError(f"lora.rank is {config.lora.rank}: expected {expected}")
     return lora.base
+
+
+def _moment_offset(config: RunConfig) -> int:
+    """That of a run that has checkpoints of its own."""
+    _, meta = _newest_manifest(checkpoints_of(config))
+    return moment_offset_of(meta)
 
 
 def _newest_manifest(checkpoints: Location) -> tuple[int, dict[str, Any]]:

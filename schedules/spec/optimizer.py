@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.tensors import Tensor
@@ -55,6 +56,8 @@ class OptimizerSpec:
     of matrices only. Of several `groups` that match a tensor the first one counts. Optimizer state is as wide as master
     weights, or bfloat16 with `bf16_state`. `momentum`, `nesterov` and `adjust_lr_fn` are those of torch.optim.Muon.
     `z_loss` times the mean squared log-sum-exp of the logits is added to the loss (PaLM, arXiv 2204.02311, section 5).
+    The moments have seen `moment_offset` more updates than the run counts steps, which is not 0 if it took only one of
+    the two from another run.
     """
 
     learning_rate: LearningRate
@@ -70,6 +73,7 @@ class OptimizerSpec:
     nesterov: bool = True
     adjust_lr_fn: AdjustLrFn = "match_rms_adamw"
     z_loss: float = 0.0
+    moment_offset: int = 0
 
     def rule_of(self, tensor: Tensor) -> UpdateRule:
         """Copies of a tensor in other stages have the rule of the original."""
@@ -88,6 +92,11 @@ class OptimizerSpec:
         if self.adjust_lr_fn == "original":
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
+
+
+def moment_offset_of(meta: Mapping[str, Any]) -> int:
+    """The `moment_offset` of a checkpoint, from the metadata in its manifest."""
+    return int(meta.get("moment_offset", 0))
 
 
 def original_name(tensor: Tensor) -> str:

@@ -81,6 +81,9 @@ def losses(
     mtp = main.new_zeros(())
     for number, (normed, more) in enumerate(_mtp(model, t, hidden, following, documents)):
         expected = targets[:, number + 1 :]
+        if documents is not None:  # nothing is predicted of the next document
+            others = documents[:, number + 1 :] != documents[:, : expected.shape[1]]
+            expected = expected.masked_fill(others, -100)
         logits = (normed[:, : expected.shape[1]] @ head.T).flatten(0, 1)
         mtp = mtp + F.cross_entropy(logits, expected.flatten(), reduction="sum") / count
         routes += more

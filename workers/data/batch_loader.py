@@ -34,14 +34,14 @@ class Tokens(NamedTuple):
 
     All tensors are int64 on the device; a target of -100 has no loss. `document_starts` are, by row, the positions in
     the full sequence at which a document starts, the first one 0; empty without document masks. `mtp_inputs` are the
-    next tokens as they are, None where no target is masked: `targets` and `mtp_targets` are the same then. The
-    `positions` in the full sequence are None where all sequences have the same on this rank. With data-aware groups,
-    the tokens are those of a `share`.
+    next tokens as they are, None where no target is masked but past the end: `targets` and `mtp_targets` are the same
+    then. The `positions` in the full sequence are None where all sequences have the same on this rank. With data-aware
+    groups, the tokens are those of a `share`.
     """
 
     inputs: torch.Tensor  # [T]
     targets: torch.Tensor  # [T]
-    mtp_targets: torch.Tensor  # [mtp_layers, T]: the 1st, 2nd, ... token after the target, -100 past the sequence's end
+    mtp_targets: torch.Tensor  # [mtp_layers, T]: the 1st, 2nd, ... token after the target; see the function
     mtp_inputs: torch.Tensor | None  # [mtp_layers, T]: the 1st, 2nd, ... token after the input
     document_starts: tuple[tuple[int, ...], ...]
     positions: torch.Tensor | None = None  # [T]
@@ -224,8 +224,9 @@ class BatchLoader:
         """[kinds, S]"""
         mtp_layers, following = self.plan.model.mtp_layers, sample.following
         targets = np.where(sample.is_target, following, IGNORE_INDEX)
-        kinds = [sample.inputs, targets, *(_shifted(targets, k, IGNORE_INDEX) for k in range(1, mtp_layers + 1))]
-        if mtp_layers and not self.dataset.all_count:
+        is_masked = self.plan.data.document_mask
+        kinds = [sample.inputs, targets, *mtp_targets(sample, mtp_layers, separate=is_masked)]
+        if mtp_layers and (is_masked or not self.dataset.all_count):
             kinds += [_shifted(following, k, 0) for k in range(mtp_layers)]
         if self.plan.shares_documents:
             kinds.append(np.arange(len(targets)))
@@ -266,6 +267,17 @@ def _shares_on_device(host: HostBatch, device: torch.device) -> dict[int, Tokens
         for mb, (share, tokens) in enumerate(zip(host.shares, parts, strict=True))
         if tokens.shape[1]
     }
+
+
+def mtp_targets(sample: Sample, layers: int, *, separate: bool) -> list[np.ndarray]:
+    """The 1st, 2nd, ... token after each target [S], -100 where it does not count or the sequence has ended. With
+    `separate` documents, also where that of the target has: what comes next does not follow it."""
+    targets = np.where(sample.is_target, sample.following, IGNORE_INDEX)
+    found = [_shifted(targets, k, IGNORE_INDEX) for k in range(1, layers + 1)]
+    for k, each in enumerate(found, 1) if separate else ():
+        last = np.subtract.outer(sample.document_starts[1:], np.arange(1, k + 1))  # positions of documents
+        each[last[last >= 0].astype(np.int64)] = IGNORE_INDEX
+    return found
 
 
 def _shifted(tokens: np.ndarray, by: int, fill: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import torch
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.optimizer import moment_offset_of
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.safetensors_io import Progress
@@ -63,7 +64,7 @@ def _moments(source: Checkpoint, model: ModelSpec, table: TensorTable) -> Iterat
     if (kinds := optimizer_kinds(source)) != sorted(MOMENTS):
         found, expected = ", ".join(kinds) or "nothing", f"{' and '.join(MOMENTS)}, the moments of Adam"
         raise PentadError(f"checkpoint {source.folder} has {found} of the optimizer: expected {expected}")
-    step, names = torch.tensor(float(source.step)), dict[str, None]()
+    step, names = torch.tensor(float(source.step + moment_offset_of(source.meta))), dict[str, None]()
     for kind, theirs in MOMENTS.items():
         moment = FileTensors(StoredTensors(source, f"optimizer.{kind}", model), table, None)
         names |= dict.fromkeys(moment.dtypes)

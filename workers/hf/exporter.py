@@ -12,6 +12,7 @@ import torch
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.optimizer import moment_offset_of
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.manifest import Spec
@@ -83,7 +84,8 @@ def export_checkpoint(source: Checkpoint, out: Path, request: ExportRequest, pro
             _write_files(folder / OPTIMIZER / kind, state, request.limit, progress, total, done)
             done += num_bytes(_specs(state).values())
         if request.optimizer:
-            (folder / OPTIMIZER / STATE).write_bytes(_json_bytes({"step": source.step, "kinds": list(states)}))
+            steps = {"step": source.step, "moment_offset": moment_offset_of(source.meta)}
+            (folder / OPTIMIZER / STATE).write_bytes(_json_bytes({**steps, "kinds": list(states)}))
         write_kept(folder, kept)
     return Exported(files, request.dtype, len(weights.dtypes), num_bytes(_specs(weights).values()))
 

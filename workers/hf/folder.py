@@ -38,14 +38,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder / CONFIG)
 
 
-def read_optimizer(folder: Path, stack: ExitStack) -> tuple[int, dict[str, TensorFiles]]:
-    """(step, tensors by kind) of the optimizer's state that an export wrote; the files are open as long as `stack`."""
+def read_optimizer(folder: Path, stack: ExitStack) -> tuple[int, int, dict[str, TensorFiles]]:
+    """(step, moment_offset, tensors by kind) of the optimizer's state that an export wrote; the files are open as long
+    as `stack`."""
     if not (folder / OPTIMIZER / STATE).is_file():
         raise PentadError(f"DIR is '{folder}', which has no {OPTIMIZER}/{STATE}: expected an export with --optimizer")
     match _read_json(folder / OPTIMIZER / STATE):
-        case {"step": int(step), "kinds": [*kinds]} if step >= 0 and all(re.fullmatch(r"\w+", str(k)) for k in kinds):
-            folders = {str(kind): folder / OPTIMIZER / str(kind) for kind in kinds}
-            return step, {kind: stack.enter_context(TensorFiles(path)) for kind, path in folders.items()}
+        case {"step": int(step), "kinds": [*kinds], **rest} if all(re.fullmatch(r"\w+", str(k)) for k in kinds):
+            offset = rest.get("moment_offset", 0)
+            if step >= 0 and isinstance(offset, int) and step + offset >= 0:
+                folders = {str(kind): folder / OPTIMIZER / str(kind) for kind in kinds}
+                return step, offset, {kind: stack.enter_context(TensorFiles(path)) for kind, path in folders.items()}
     raise PentadError(f"{folder / OPTIMIZER / STATE} has no valid step and kinds: expected what an export wrote")
 
 

@@ -80,6 +80,7 @@ class ModelTensors(NamedTuple):
     moments: Mapping[str, TensorSource]
     step: int
     kept: Mapping[str, bytes]
+    moment_offset: int = 0
 
 
 def import_folder(source: Path, target: Target, *, optimizer: bool = False) -> Imported:
@@ -96,8 +97,8 @@ def import_folder(source: Path, target: Target, *, optimizer: bool = False) -> I
             model = replace(model, mtp_layers=0)  # transformers does not save those layers
         fused = any(name.endswith(".experts.gate_up_proj") for name in files.names)
         table = tensor_table(family, model, FileLayout(fused, is_interleaved(config)))
-        step, moments = read_optimizer(source, stack) if optimizer else (0, {})
-        return write_import(ModelTensors(family, model, table, files, moments, step, kept), target)
+        step, offset, moments = read_optimizer(source, stack) if optimizer else (0, 0, {})
+        return write_import(ModelTensors(family, model, table, files, moments, step, kept, offset), target)
 
 
 def write_import(found: ModelTensors, target: Target) -> Imported:
@@ -118,7 +119,8 @@ def write_import(found: ModelTensors, target: Target) -> Imported:
     with new_folder(target.out, target.name) as folder:
         make_folder(folder / place)
         shards = write_files(folder / place, specs, target.limit, _file_name, read, target.progress)
-        checkpoint.commit(folder / place, step=found.step, shards=shards, meta={"model": section})
+        meta = {"model": section, "moment_offset": found.moment_offset}
+        checkpoint.commit(folder / place, step=found.step, shards=shards, meta=meta)
         (folder / MODEL_FILE).write_text(target.render({"model": section}), encoding="utf-8")
         write_kept(folder / FOLDER, found.kept)
     parameters = sum(torch.Size(entry.shape).numel() for entry in found.table.entries)

@@ -101,7 +101,8 @@ def muon_directions(parameters: Parameters, spec: OptimizerSpec, number: int, sc
 
 def _adamw(spec: OptimizerSpec, run: Run, number: int) -> Coefficients:
     rate = spec.learning_rate.at(number) * run.rule.learning_rate_scale
-    return coefficients(rate, spec.beta1, spec.beta2, spec.eps, run.rule.weight_decay, step=number + 1)
+    updates = number + 1 + spec.moment_offset
+    return coefficients(rate, spec.beta1, spec.beta2, spec.eps, run.rule.weight_decay, step=updates)
 
 
 def _muon(spec: OptimizerSpec, run: Run, number: int) -> MuonCoefficients:

@@ -50,7 +50,9 @@ def test_a_run_is_evaluated_as_it_was_configured_unless_options_say_otherwise(pe
 
 
 def test_an_imported_model_gets_one_rank_and_the_length_it_was_trained_on(pentad: Pentad) -> None:
-    save(Path("mine"), {"model": MODEL, "hugging_face": {"max_position_embeddings": 64}})
+    save(Path("mine"), {"model": MODEL})
+    Path("mine/hf").mkdir()
+    Path("mine/hf/config.json").write_text('{"max_position_embeddings": 64}')
     config = eval_config(find_checkpoint("mine", "CHECKPOINT"), ["builtin:pydoc"], None, ["batch.global_batch_size=4"])
     assert (config.mesh.size, config.batch.sequence_length, config.batch.global_batch_size) == (1, 64, 4)
     assert config.data_sets == ["pydoc"]
@@ -77,6 +79,23 @@ def test_what_the_ranks_find_is_printed_with_the_checkpoint_that_they_had(
     (plan, start, head, *_), (_, _, other, *_) = asked
     assert (head, other) == ("2 ranks", "1 ranks") and plan.mesh.pp == 2
     assert start == Start(Path("runs/mine/checkpoints/step-00000004").absolute(), 4, optimizer=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "path"),
+    [
+        ("builtin:pydoc", "pydoc", "builtin:pydoc"),
+        ("wiki=corpora/x", "wiki", "corpora/x"),
+        ("wiki=s3://bucket/x?region=eu", "wiki", "s3://bucket/x?region=eu"),
+        ("s3://bucket/x?endpoint_override=host:9000&scheme=http", "x",
+         "s3://bucket/x?endpoint_override=host:9000&scheme=http"),
+        ("./lang=en", "lang=en", "./lang=en"),
+    ],
+)  # fmt: skip
+def test_data_may_have_a_name_before_its_path(pentad: Pentad, data: str, name: str, path: str) -> None:
+    save_run("mine", *QUIET)
+    (found,) = eval_config(find_checkpoint("mine", "CHECKPOINT"), [data], None, ()).eval.data or []
+    assert (found.name, found.path) == (name, path)
 
 
 @pytest.mark.sampled(4)

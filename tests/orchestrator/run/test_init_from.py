@@ -78,6 +78,28 @@ def test_a_stage_starts_from_another_runs_weights_and_records_what_is_different(
     assert steps(tmp_path, "third") == [4, 5]
 
 
+@pytest.mark.parametrize(
+    ("taken", "offset"),
+    [((), 0), (("optimizer",), 4), (("step",), -4), (("optimizer", "step"), 0)],
+)
+def test_bias_correction_counts_the_updates_that_moments_have_seen(tmp_path: Path, taken, offset) -> None:
+    saved(tmp_path, "first")
+    init = [f"run.init_{each}=true" for each in taken]
+    assert origin_of(config_of(tmp_path, "run.init_from=first", "run.steps=9", *init)).moment_offset == offset
+
+
+@pytest.mark.slow
+def test_a_stage_and_its_resumes_know_how_old_its_moments_are(cluster: clusters.Cluster, tmp_path: Path) -> None:
+    saved(tmp_path, "first")
+    init = ("run.init_from=first", "run.init_optimizer=true")
+    for number in (3, 5):  # the latter resumes
+        run(tmp_path, "run.name=second", f"run.steps={number}", *init)
+        folder = checkpoint.folder_of(tmp_path / "second" / "checkpoints", number)
+        assert checkpoint.read_manifest(folder).meta["moment_offset"] == 4
+    again = origin_of(config_of(tmp_path, "run.init_from=second", "run.init_optimizer=true", "run.init_step=true"))
+    assert (again.start.step, again.moment_offset) == (5, 4)
+
+
 def test_adapters_of_peft_are_checked_before_a_run_starts(tmp_path: Path) -> None:
     saved(tmp_path, "first")
     adapter = write_adapter(tmp_path / "adapter", load(None, SMALL).model.spec)
@@ -117,6 +139,18 @@ def test_rope_scaling_may_change_between_stages(tmp_path: Path) -> None:
             "run.init_from is 'nothing': expected a run's folder or a name under .*/: .* first",
         ),
         (["run.init_from=first", "model.ffn=256"], "model.ffn is 256: expected 384, as in run.init_from = first"),
+        (
+            ["run.init_from=first", "model.family=qwen3"],
+            "model.family is 'qwen3': expected 'llama', as in run.init_from = first",
+        ),
+        (
+            ["run.init_from=first", "model.family=gemma2", "model.sliding_window=64"],
+            "model.family is 'gemma2': expected 'llama', as in run.init_from = first",
+        ),
+        (
+            ["run.init_from=first", "model.tie_word_embeddings=true"],
+            "model.tie_word_embeddings is true: expected false, as in run.init_from = first",
+        ),
         (
             ["run.init_from=first", "run.init_step=true", "run.steps=4"],
             "run.steps is 4: expected more than 4, the steps of run.init_from",

@@ -48,6 +48,12 @@ def test_a_given_length_is_taken_and_the_change_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_another_warm_up_alone_is_said_too(tmp_path: Path) -> None:
+    before = started(tmp_path, "run.steps=40")
+    _, note = with_decay_steps(configuration(tmp_path, "run.steps=40", "optimizer.warmup_steps=7"), before)
+    assert note == "the learning rate has changed: warmup_steps is 7, before 4"
+
+
 def test_the_saved_length_must_fit_the_new_warm_up(tmp_path: Path) -> None:
     before = started(tmp_path, "run.steps=40")
     with pytest.raises(

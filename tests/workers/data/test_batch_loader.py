@@ -8,12 +8,14 @@ import time
 import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.workers.abort import Aborted
-from pentad.workers.data.batch_loader import MOST_AHEAD, Prefetcher
+from pentad.workers.data.batch_loader import MOST_AHEAD, Prefetcher, mtp_targets
+from pentad.workers.data.samples import Sample
 
 
 def nothing() -> None:
@@ -37,6 +39,18 @@ def made() -> Iterator[list[Prefetcher[int]]]:
     yield found
     for each in found:
         each.close()
+
+
+def test_mtp_targets_are_the_tokens_that_follow_in_the_same_document() -> None:
+    documents = [1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]  # the last token of each is only a target
+    inputs, following = (np.concatenate([each[part] for each in documents]) for part in (slice(-1), slice(1, None)))
+    masked = following != 10
+    sample = Sample(inputs, following, masked, (0, 4, 5))
+    expected = [[3, 4, 5, -100, -100, -100, 11, -100], [4, 5, -100, -100, -100, 11, -100, -100]]
+    found = mtp_targets(sample, 2, separate=True)
+    assert [each.tolist() for each in found] == expected
+    across = mtp_targets(sample, 2, separate=False)
+    assert across[0].tolist() == [3, 4, 5, 7, 9, -100, 11, -100]
 
 
 @given(steps=st.lists(st.integers(0, 30), max_size=20), limit=st.sampled_from([1, 3, 100]))

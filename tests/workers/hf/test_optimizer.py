@@ -14,11 +14,12 @@ from resume import run_and_save
 from safetensors.torch import load_file
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.optimizer import moment_offset_of
 from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint
 from pentad.workers.checkpoint.shards import read, write_shard
 
 
-def with_moments(folder: Path, step: int, weights: dict[str, torch.Tensor]) -> Path:
+def with_moments(folder: Path, step: int, weights: dict[str, torch.Tensor], meta: dict[str, int] | None = None) -> Path:
     """A checkpoint of weights with moments, all random."""
     moments = {
         name.replace("model.", f"optimizer.{kind}.", 1): torch.randn_like(tensor)
@@ -27,7 +28,7 @@ def with_moments(folder: Path, step: int, weights: dict[str, torch.Tensor]) -> P
         if not name.endswith("experts.bias")
     }
     path = folder_of(folder, step)
-    commit(path, step=step, shards=[write_shard(path, "a.safetensors", weights | moments)], meta={})
+    commit(path, step=step, shards=[write_shard(path, "a.safetensors", weights | moments)], meta=meta or {})
     return path
 
 
@@ -68,6 +69,14 @@ def test_a_run_continues_from_its_export_with_the_same_bits(fleet, corpus, tmp_p
         assert all(torch.equal(after.state[name], tensor) for name, tensor in before.state.items())
 
 
+def test_an_export_keeps_the_age_of_moments(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    done = take(saved("llama"), tmp_path / "in")
+    checkpoint = with_moments(tmp_path, 3, tensors_of(done), {"moment_offset": 5})
+    give(checkpoint, tmp_path / "out", done.family, done.model, optimizer=True)
+    again = take(tmp_path / "out", tmp_path / "again", optimizer=True)
+    assert (again.step, moment_offset_of(open_checkpoint(again.folder).meta)) == (3, 5)
+
+
 def test_an_export_without_the_state_is_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
     done = take(saved("llama"), tmp_path / "in")
     with pytest.raises(PentadError, match=r"has no optimizer state: expected one of a step that was trained"):
@@ -76,7 +85,12 @@ def test_an_export_without_the_state_is_refused(saved: Callable[[str], Path], tm
         take(saved("llama"), tmp_path / "out", optimizer=True)
     checkpoint = with_moments(tmp_path, 3, tensors_of(done))
     give(checkpoint, tmp_path / "out", done.family, done.model, optimizer=True)
-    for wrong in ({"step": -1, "kinds": ["m"]}, {"step": 3, "kinds": ["../m"]}, {"step": 3}):
+    for wrong in (
+        {"step": -1, "kinds": ["m"]},
+        {"step": 3, "kinds": ["../m"]},
+        {"step": 3},
+        {"step": 3, "kinds": ["m"], "moment_offset": -4},
+    ):
         (tmp_path / "out/optimizer/state.json").write_text(json.dumps(wrong))
         refused(tmp_path / "out", tmp_path, "state.json has no valid step and kinds", optimizer=True)
     (tmp_path / "out/optimizer/state.json").write_text(json.dumps({"step": 3, "kinds": ["m", "x"]}))

@@ -10,9 +10,10 @@ import pytest
 import reference_families
 import torch
 from bits import same_bits
-from exactness import assert_equals_one_process
+from exactness import assert_equals_one_process, state_like
 from fleet import assemble
-from plans import global_batches, plan_on_mesh
+from plans import global_batches, is_close, plan_on_mesh
+from reference_model import train
 from resume import assert_repeatable, run_and_save, save_and_resume
 from small_models import FAMILIES, HEADS, MOE
 from worker_processes import check_recovery
@@ -202,6 +203,23 @@ def test_state_moves_to_any_mesh_and_only_a_changed_optimizers_is_dropped(fleet,
     found = assemble([outcome.state for outcome in outcomes], like | zeros)
     assert all(not found[name].any() for name in zeros)
     assert all(torch.equal(found[name], like[name]) for name in found.keys() - zeros.keys())
+
+
+@pytest.mark.parametrize(("name", "sizes", "zero"), [("1f1b", {"tp": 2, "dp": 2}, 1), ("zb-h2", {"pp": 2}, 0)])
+def test_moments_of_another_run_are_corrected_by_all_their_updates(fleet, corpus, tmp_path, name, sizes, zero):
+    """As torch counts them, whatever the step of the run that takes them."""
+    constant = replace(ADAMW, learning_rate=LearningRate(1e-2, 1e-2, 0, 1, "constant"))
+    options = {"model": replace(HEADS, layers=4), "memory_options": MemoryOptions(zero=zero)}
+    plan = plan_with(corpus, constant, name, sizes, **options, post_validation=name == "zb-h2")
+    folder = checkpoint.folder_of(tmp_path, 2)
+    run_and_save(fleet, plan, 2, folder)
+    stage = replace(plan, optimizer=replace(constant, moment_offset=2))
+    outcomes = fleet.run(stage, [(0, 1)], restore=str(folder))
+    first, second = global_batches(plan, steps=2)
+    *_, weights = train(plan, [first, second, first])
+    found = assemble([outcome.state for outcome in outcomes], state_like(weights))
+    for each, weight in weights.items():
+        assert is_close(found[f"model.{each}"], weight), each
 
 
 def full_tensors(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
