@@ -145,8 +145,8 @@ class Pipeline:
         return max(end - start for end, start in zip(self.clock, starts, strict=True)), max(self.clock)
 
     def least_longest(self) -> int:
-        """What the longest of `durations` will be at least: a rank's work and what it has idled; for rank 0, which starts
-        at 0, the way of the last microbatch's gradient from each rank."""
+        """What the longest of `durations` will be at least: a rank's work and what it has idled; for rank 0, which
+        starts at 0, the way of the last microbatch's gradient from each rank."""
         costs, count, way, most = self.costs, self.microbatches, self.costs.weight[0], 0
         for rank, clock in enumerate(self.clock):
             forward, backward, ends = costs.forward[rank], costs.backward[rank], self.backward_ends[rank]
