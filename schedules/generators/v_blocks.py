@@ -234,7 +234,7 @@ class _Rank:
 def _run(
     orders: list[Array], policy: Policy, spec: ScheduleSpec, costs: Costs, max_saved: int
 ) -> Candidate[list[_Rank]]:
-    """All ranks after a step that saves at most `max_saved` chunks per rank; yields lower bounds of its busiest rank."""
+    """All ranks after a step that saves at most `max_saved` chunks a rank; yields lower bounds of its busiest rank."""
     ranks = [_Rank(rank, spec.ranks, order, costs, policy, max_saved) for rank, order in enumerate(orders)]
     for _ in range(spec.microbatches):
         ranks[0].arrive(Leg.F_DOWN, 0.0)
