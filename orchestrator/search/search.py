@@ -32,7 +32,7 @@ from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search.branches import Branch, Chain, Fitting, Group, Ordered, Shape
-from pentad.orchestrator.search.layout import Layout, Placement, Work
+from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
 from pentad.orchestrator.search.memory_savings import most_saving, savings_of, shardings_of
 from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
@@ -167,17 +167,15 @@ class _Search:
 
     def _may_hold_state(self, mesh: Mesh, shapes: Iterable[Shape]) -> bool:
         """Whether any order of a mesh has room for the state of all its ranks."""
-        found = dict[Placement, int]()
-        for shape in shapes:
-            for order in self.space.orders_on(mesh, shape.microbatches):
-                with suppress(PentadError):
-                    layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False)
-                    if layout.placement not in found:
-                        found[layout.placement] = least_state_bytes(layout, max(self.space.zero), of_ends=False)
-                        if found[layout.placement] <= self.device.bytes:
-                            return True
-        if found:
-            self._needs(mesh, min(found.values()))
+        least = IMPOSSIBLE
+        for shape, order in ((each, order) for each in shapes for order in self.space.orders_on(*each[:2])):
+            with suppress(PentadError):
+                layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False)
+                least = min(least, least_state_bytes(layout, max(self.space.zero), of_ends=False))
+            if least <= self.device.bytes:
+                return True
+        if least < IMPOSSIBLE:
+            self._needs(mesh, least)
         return False
 
     def _shapes(self, mesh: Mesh, counts: Sequence[int]) -> Iterator[Shape]:
@@ -208,11 +206,8 @@ class _Search:
     def _order(self, shape: Shape, order: Order) -> None:
         """By units, of which more take no less time."""
         layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False)
-        if not self._has_room_for_state(layout):
-            return
-        bound = placement_bound(layout, order, shape.microbatches)
-        for unit_layers in self.space.unit_layers:
-            self._push(bound, Ordered(shape, order, unit_layers))
+        for unit_layers in self.space.unit_layers if self._has_room_for_state(layout) else ():
+            self._push(placement_bound(layout, order, shape.microbatches), Ordered(shape, order, unit_layers))
 
     def _has_room_for_state(self, layout: Layout) -> bool:
         """Until the first setting that does not fit is named, only the ends of the pipeline count."""
@@ -398,9 +393,7 @@ class _Search:
     def _conclude(self, mesh: Mesh) -> None:
         """Notes why a mesh has no plan."""
         if mesh in self._least:
-            available, least = (f"{bytes / 2**30:.2f} GiB" for bytes in (self.device.bytes, self._least[mesh]))
-            why = f"memory is {available} a rank: expected more than {least} for mesh {mesh}"
-            self.found.refusals[mesh] = Refusal(why, self._least[mesh])
+            self.found.refusals[mesh] = Refusal.for_memory(mesh, self.device.bytes, self._least[mesh])
         else:
             refused = self._refused.get(mesh, Counter({"no setting is possible": 1}))
             self.found.refusals[mesh] = Refusal(refused.most_common(1)[0][0])

@@ -161,7 +161,7 @@ class Pipeline:
         return most
 
 
-class _Run:
+class Run:
     """A run of the heuristic, step by step."""
 
     def __init__(self, pipeline: Pipeline, options: GreedyOptions) -> None:
@@ -180,23 +180,24 @@ def greedy_candidates(begin: Callable[[], Pipeline], *, extra_warm_up: bool) -> 
     """Without and with each of the other two options. As long as an option has changed nothing, a run without it is the
     one with it."""
     options = (GreedyOptions(extra_warm_up, *each) for each in product((False, True), repeat=2))
-    neither, eager, hold, both = (_Run(begin(), each) for each in options)
+    neither, eager, hold, both = (Run(begin(), each) for each in options)
 
-    def with_hold() -> _Run:
+    def with_hold() -> Run:
         return hold if both.pipeline.eager_mattered else both
 
-    def with_eager() -> _Run:
+    def with_eager() -> Run:
         return eager if both.pipeline.hold_mattered else both
 
-    def without() -> _Run:
+    def without() -> Run:
         if not with_eager().pipeline.eager_mattered:
             return with_eager()
         return neither if with_hold().pipeline.hold_mattered else with_hold()
 
-    return map(_followed, (without, with_eager, with_hold, lambda: both))
+    return map(followed, (without, with_eager, with_hold, lambda: both))
 
 
-def _followed(run: Callable[[], _Run]) -> Candidate[Pipeline]:
+def followed(run: Callable[[], Run]) -> Candidate[Pipeline]:
+    """What a run, which may become another one on its way, ends with."""
     while not run().is_done:
         run().advance()
         yield run().bound
