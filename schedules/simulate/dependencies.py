@@ -10,14 +10,14 @@ import numpy as np
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import Op
-from pentad.schedules.ir.lookup import IS_BACKWARD, IS_FORWARD
+from pentad.schedules.ir.lookup import IS_BACKWARD, IS_FORWARD, Lookup
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs, hops, instruction_seconds
 from pentad.schedules.simulate.toposort import Graph, Levels, earliest_times, topological_levels
 
-# Of programs, which are simulated at one cost after the other.
-_edges = WeakKeyDictionary[Program, tuple[Array, Array, Array, Array]]()
-_levels = WeakKeyDictionary[Program, Levels]()
+# By the lookup of a program, which is simulated at one cost after the other.
+_edges = WeakKeyDictionary[Lookup, tuple[Array, Array, Array, Array]]()
+_levels = WeakKeyDictionary[Lookup, Levels]()
 
 
 def data_dependencies(program: Program) -> tuple[Array, Array]:
@@ -51,9 +51,9 @@ def action_times(program: Program, costs: Costs) -> tuple[Array, Array]:
     Raises ScheduleError where a rank waits for something that never runs before it.
     """
     graph = compute_graph(program, costs)
-    if program not in _levels:
-        _levels[program] = topological_levels(graph)
-    levels = _levels[program]
+    if program.lookup not in _levels:
+        _levels[program.lookup] = topological_levels(graph)
+    levels = _levels[program.lookup]
     if len(levels.order) < graph.events:
         raise _stuck(program, levels.order)
     return earliest_times(graph, levels, action_seconds(program, costs), np.zeros(graph.events))
@@ -61,9 +61,9 @@ def action_times(program: Program, costs: Costs) -> tuple[Array, Array]:
 
 def compute_graph(program: Program, costs: Costs) -> Graph:
     """The actions of a compute order, each after the one before on its rank and, by transfers, after what it reads."""
-    if program not in _edges:
-        _edges[program] = _edges_of(program)
-    earlier, later, source, target = _edges[program]
+    if program.lookup not in _edges:
+        _edges[program.lookup] = _edges_of(program)
+    earlier, later, source, target = _edges[program.lookup]
     followers = len(earlier) - len(source)
     delay = np.concatenate((np.zeros(followers), hops(costs, source, target)))
     return Graph(len(program.columns.action_row), earlier, later, program.ranks, delay)
