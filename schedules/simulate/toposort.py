@@ -113,10 +113,10 @@ def earliest_times(graph: Graph, levels: Levels, first: Array, second: Array) ->
 def _times_one_by_one(graph: Graph, order: Array, first: Array, second: Array) -> tuple[Array, Array]:
     by_target, bounds = grouped(graph.target, graph.events)
     waits = np.zeros(len(by_target)) if graph.delay is None else graph.delay[by_target]
-    # Nearly all events have at most two predecessors: one beyond the last event, which ends at 0, where they have fewer.
+    # Nearly all events have at most two predecessors; a missing one is an event beyond the last, which ends at 0.
     sources, delays = np.append(graph.source[by_target], graph.events), np.append(waits, 0.0)
     below, above = bounds[order], bounds[order + 1]
-    edges = np.where(above - below > [[0], [1]], below + [[0], [1]], len(by_target))
+    edges = np.stack([np.where(below + k < above, below + k, len(by_target)) for k in (0, 1)])
     source, delay = sources.tolist(), delays.tolist()
     starts, ends = list[float](), [0.0] * (graph.events + 1)
     events = order.tolist(), first[order].tolist(), second[order].tolist()
