@@ -380,26 +380,6 @@ def test_where_nothing_fits_little_more_memory_or_twice_the_gpus_are_tried_first
     assert not list(nearest_fits(config_of(TINY), 2, found, frozenset())), "memory is not what is missing"
 
 
-def test_no_order_is_made_where_no_mesh_holds_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(*_: Any) -> Any:
-        raise AssertionError("an order was made")
-
-    sizes = ["layers=9", "hidden=7168", "heads=128", "kv_heads=128", "ffn=18432", "vocab=129280", "family=deepseek-v3"]
-    sizes += [f"mla.{each}" for each in ("kv_lora_rank=512", "qk_nope_head_dim=128", "qk_rope_head_dim=64")]
-    sizes += ["mla.v_head_dim=128", "experts.num_experts=256", "experts.top_k=8", "experts.intermediate_size=2048"]
-    config = config_of([*sizes, "experts.first_k_dense=1"])
-    monkeypatch.setattr("pentad.orchestrator.search.search.compute_order", made)
-    found = search(config, 8, DeviceMemory(100 * 2**30, "of a GPU that holds the first and the last stage"))
-    assert not found.choices
-    for setting in (
-        Setting(Mesh(dp=8), 8, Order("1f1b"), zero=3, recompute="full"),
-        Setting(Mesh(pp=8), 64, Order("zb-h1"), recompute="full"),
-        Setting(Mesh(ep=8), 8, Order("1f1b"), zero=3, offload=1.0),
-    ):
-        if setting.mesh in found.refusals and (least := found.refusals[setting.mesh].least_bytes):
-            assert found.device.bytes < least <= plan_setting(config, setting, ()).bytes
-
-
 def test_only_schedules_of_the_catalogue_are_searched(pentad: Pentad) -> None:
     status, _, err = pentad("plan", "schedule.name=my.py:eager", "--search")
     assert status == 1 and "schedule.name is my.py:eager: expected one of gpipe, 1f1b" in err
