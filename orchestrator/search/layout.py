@@ -79,6 +79,7 @@ class Work:
         self.fp8 = fp8_spec(config, self.model, self.rates)
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
+        self.state: dict[tuple[Mesh, Placement, int, bool], int] = {}  # least bytes of it, by ZeRO's stage
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._kinds: dict[LayerRange, int] = {}
         self._numbers: dict[Kind, int] = {}

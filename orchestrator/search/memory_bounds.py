@@ -26,12 +26,14 @@ _B_OR_BW = "B or BW"
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
 
 
-def least_state_bytes(layout: Layout, zero: int) -> int:
-    """`state_bytes` of the fuller end of the pipeline, if ZeRO needed no buffers."""
-    if (key := ("state", zero)) not in layout.known:
-        ends = {0, len(layout.placement) - 1}
-        layout.known[key] = max(state_bytes(layout, rank, zero, None, buffers=False) for rank in ends)
-    return int(layout.known[key])
+def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
+    """`state_bytes` of the fullest pipeline rank, or of the fuller end of the pipeline, if ZeRO needed no buffers.
+    Units do not count, so that all layouts of a placement share it."""
+    known, last = layout.work.state, len(layout.placement) - 1
+    if (key := (layout.mesh, layout.placement, zero, of_ends)) not in known:
+        ranks = {0, last} if of_ends else range(last + 1)
+        known[key] = max(state_bytes(layout, rank, zero, None, buffers=False) for rank in ranks)
+    return known[key]
 
 
 def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, *, buffers: bool = True) -> int:

@@ -19,6 +19,11 @@ class Refusal:
     why: str
     least_bytes: int = 0
 
+    @classmethod
+    def for_memory(cls, mesh: Mesh, available: int, least: int) -> Refusal:
+        here, needed = (f"{each / 2**30:.2f} GiB" for each in (available, least))
+        return cls(f"memory is {here} a rank: expected more than {needed} for mesh {mesh}", least)
+
 
 class Missed(NamedTuple):
     """A setting that does not fit, and the least seconds that it could take."""

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain, count, product
+from itertools import chain, count, groupby, product
+from operator import attrgetter
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.copy_slots import NCCL, most_copied
@@ -105,8 +106,10 @@ class _Search:
         self.crowded = set[Mesh]()  # on which a plan would fit without slots of peer copies
 
     def run(self, listed: int) -> None:
-        for mesh in self.space.meshes:
-            self._begin(mesh)
+        shapes = [*chain.from_iterable(map(self._possible, self.space.meshes))]
+        if any(self._may_hold_state(mesh, of_mesh) for mesh, of_mesh in groupby(shapes, key=attrgetter("mesh"))):
+            for shape in shapes:
+                self._push(shape_bound(self.work, *shape), shape)
         listed_meshes = set[Mesh]()
         while self._heap and len(listed_meshes) < listed:
             _, _, branch = heapq.heappop(self._heap)
@@ -142,7 +145,8 @@ class _Search:
         """Notes what a setting of a mesh, which does not fit, needs at least."""
         self._least[mesh] = min(least, self._least.get(mesh, least))
 
-    def _begin(self, mesh: Mesh) -> None:
+    def _possible(self, mesh: Mesh) -> Iterator[Shape]:
+        """Shapes whose sizes divide."""
         try:
             require_tp_on_node(mesh, across=self.config.mesh.tp_across_nodes)
             counts = self.space.microbatch_counts(self.config, mesh)
@@ -155,11 +159,24 @@ class _Search:
             return
         for shape in self._shapes(mesh, counts):
             try:
-                bound = shape_bound(self.work, *shape)
+                self.work.piece(*shape)
                 self.work.stages(tuple((rank,) for rank in range(mesh.pp)))  # no order has fewer of them
-                self._push(bound, shape)
+                yield shape
             except PentadError as error:
                 self._refuse(mesh, error)
+
+    def _may_hold_state(self, mesh: Mesh, shapes: Iterable[Shape]) -> bool:
+        """Whether any order of a mesh has room for the state of all its ranks."""
+        least = IMPOSSIBLE
+        for shape, order in ((each, order) for each in shapes for order in self.space.orders_on(*each[:2])):
+            with suppress(PentadError):
+                layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False)
+                least = min(least, least_state_bytes(layout, max(self.space.zero), of_ends=False))
+            if least <= self.device.bytes:
+                return True
+        if least < IMPOSSIBLE:
+            self._needs(mesh, least)
+        return False
 
     def _shapes(self, mesh: Mesh, counts: Sequence[int]) -> Iterator[Shape]:
         for microbatches in counts:
@@ -189,17 +206,22 @@ class _Search:
     def _order(self, shape: Shape, order: Order) -> None:
         """By units, of which more take no less time."""
         layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False)
-        if (least := least_state_bytes(layout, max(self.space.zero))) > self.device.bytes:
-            self._needs(shape.mesh, least)
-            return
-        bound = placement_bound(layout, order, shape.microbatches)
-        for unit_layers in self.space.unit_layers:
-            self._push(bound, Ordered(shape, order, unit_layers))
+        for unit_layers in self.space.unit_layers if self._has_room_for_state(layout) else ():
+            self._push(placement_bound(layout, order, shape.microbatches), Ordered(shape, order, unit_layers))
+
+    def _has_room_for_state(self, layout: Layout) -> bool:
+        """Until the first setting that does not fit is named, only the ends of the pipeline count."""
+        least = least_state_bytes(layout, max(self.space.zero), of_ends=self.found.missed is None)
+        if least > self.device.bytes:
+            self._needs(layout.mesh, least)
+        return least <= self.device.bytes
 
     def _groups(self, branch: Ordered) -> None:
         """By ZeRO's stage and gathered units."""
         shape, order, unit_layers = branch
         layout = self.work.layout(*shape[:2], order, unit_layers, by_layer=False)
+        if not self._has_room_for_state(layout):
+            return
         if unit_layers is not None and None in self.space.unit_layers:
             default = self.work.layout(*shape[:2], order, None, by_layer=False)
             if layout.units == default.units:
@@ -371,9 +393,7 @@ class _Search:
     def _conclude(self, mesh: Mesh) -> None:
         """Notes why a mesh has no plan."""
         if mesh in self._least:
-            available, least = (f"{bytes / 2**30:.2f} GiB" for bytes in (self.device.bytes, self._least[mesh]))
-            why = f"memory is {available} a rank: expected more than {least} for mesh {mesh}"
-            self.found.refusals[mesh] = Refusal(why, self._least[mesh])
+            self.found.refusals[mesh] = Refusal.for_memory(mesh, self.device.bytes, self._least[mesh])
         else:
             refused = self._refused.get(mesh, Counter({"no setting is possible": 1}))
             self.found.refusals[mesh] = Refusal(refused.most_common(1)[0][0])

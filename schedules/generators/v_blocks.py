@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections import deque
 from enum import IntEnum
 from heapq import heappop, heappush
-from itertools import accumulate, product
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
-from pentad.schedules.ir.columns import CODE, Columns
+from pentad.schedules.generators.best_of import Candidate, best_of
+from pentad.schedules.ir.columns import CODE, Array, Columns
 from pentad.schedules.ir.instruction import Instruction, Op
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
@@ -40,6 +41,9 @@ PATH = (Leg.F_DOWN, Leg.F_UP, Leg.B_DOWN, Leg.B_UP)
 FORWARDS, BACKWARDS = PATH[:2], PATH[2:]
 UPWARDS = (Leg.F_UP, Leg.B_UP)
 OPS = (Op.F, Op.F, Op.B, Op.B, Op.W)  # by leg
+W, FIRST_BACKWARD, LAST = int(Leg.W), int(Leg.B_DOWN), int(Leg.B_UP)
+EVENTS = 32  # of each rank between bounds
+ROUNDING = 1e-9  # by which sums may differ, of the largest cost and of a step
 
 
 class Block(NamedTuple):
@@ -86,150 +90,191 @@ def _shortest(spec: ScheduleSpec, blocks: list[Block], max_saved: int) -> Column
         (policies, [_block_order(block, rank, spec, in_place=policies == (IN_PLACE,)) for rank in range(spec.ranks)])
         for block, policies in product(blocks, ((IN_PLACE,), FILLING))
     )
-    fitting = ((policies, orders) for policies, orders in tried if max(map(_peak, orders)) <= 2 * max_saved)
+    fitting = [(policies, orders) for policies, orders in tried if max(map(_peak, orders)) <= 2 * max_saved]
     steps = (_run(orders, policy, spec, costs, 2 * max_saved) for policies, orders in fitting for policy in policies)
-    return _streams(min(steps, key=_durations), spec.microbatches)
+    most = spec.microbatches * 2 * max(map(sum, zip(costs.forward, costs.backward, costs.weight, strict=True)))
+    return _streams(best_of(steps, _durations, ROUNDING * most), spec.microbatches)
 
 
-def _block_order(block: Block, rank: int, spec: ScheduleSpec, *, in_place: bool) -> list[Leg]:
+def _block_order(block: Block, rank: int, spec: ScheduleSpec, *, in_place: bool) -> Array:
     """The legs of a rank in the order of the repeated blocks; each W in the first free slot after its B if `in_place`,
     else left out."""
-    start = 0  # slot in which the first microbatch starts a leg
-    places: list[tuple[int, Leg]] = []
+    start, repeats = 0, PERIOD * np.arange(spec.microbatches)  # the slot in which the first microbatch starts a leg
+    slots: list[Array] = []  # by leg
     for leg, turn in zip(PATH, (*block.turns, 0), strict=True):
         hop, hops = (block.up, spec.ranks - 1 - rank) if leg in UPWARDS else (block.down, rank)
-        first = start + hop * hops
-        places += [(slot, leg) for slot in range(first, first + PERIOD * spec.microbatches, PERIOD)]
+        slots.append(start + hop * hops + repeats)
         start += hop * (spec.ranks - 1) + 1 + turn
+    legs = np.repeat(PATH, spec.microbatches)
     if in_place:
-        free = 0
-        taken = {slot for slot, _ in places}
-        for slot in sorted(slot for slot, leg in places if leg in BACKWARDS):
-            free = max(free, slot) + 1
-            while free in taken:
-                free += 1
-            places.append((free, Leg.W))
-    return [leg for _, leg in sorted(places)]
+        legs = np.concatenate((legs, np.full(2 * spec.microbatches, Leg.W)))
+        slots.append(_free_after(np.sort(np.concatenate(slots[Leg.B_DOWN :])), np.concatenate(slots)))
+    return legs[np.lexsort((legs, np.concatenate(slots)))]
 
 
-def _peak(order: list[Leg]) -> int:
+def _free_after(backwards: Array, taken: Array) -> Array:
+    """For each of these slots the next one that is not taken."""
+    free, found, others = 0, list[int](), set(taken.tolist())
+    for slot in backwards.tolist():
+        free = max(free, slot) + 1
+        while free in others:
+            free += 1
+        found.append(free)
+    return np.array(found)
+
+
+def _peak(order: Array) -> int:
     """Most chunks saved; without W in the order, each is taken to run right after its B."""
-    frees = (Leg.W,) if Leg.W in order else BACKWARDS
-    return max(accumulate((leg in FORWARDS) - (leg in frees) for leg in order))
+    is_weight, is_forward = order == Leg.W, (order == Leg.F_DOWN) | (order == Leg.F_UP)
+    frees = is_weight if is_weight.any() else ~is_forward
+    return int((is_forward.astype(int) - frees).cumsum().max())
 
 
 class _Rank:
-    """What a rank still has to run, and what it has run."""
+    """What a rank still has to run, and what it has run. Legs are plain numbers here, the fastest to compare."""
 
-    def __init__(self, rank: int, ranks: int, order: list[Leg], costs: Costs) -> None:
+    def __init__(self, rank: int, ranks: int, order: Array, costs: Costs, policy: Policy, max_saved: int) -> None:
         low, high = rank, 2 * ranks - 1 - rank
-        self.order = order.copy()  # legs still to run
+        self.order: list[int] = order.tolist()  # legs still to run
+        self.policy, self.max_saved = policy, max_saved
         self.next_input = [inf for _ in PATH]  # by leg: when its next input arrives
         self.later_inputs: list[deque[float]] = [deque() for _ in PATH]  # the inputs after that
         self.stages = (low, high, high, low)
         self.seconds = [costs.seconds_on(rank, Instruction(OPS[leg], self.stages[leg])) for leg in PATH]
         self.weight_seconds = [costs.seconds_on(rank, Instruction(Op.W, stage)) for stage in self.stages]
         self.next_leg = [_next_leg(rank, leg, ranks, costs) for leg in PATH]
-        self.pending: deque[Leg] = deque()  # backwards whose W is still to run
+        microbatches = len(order[order == LAST])
+        self.left = microbatches * sum(self.seconds)  # seconds of its forwards and backwards still to run
+        self.work = self.left + microbatches * sum(self.weight_seconds[leg] for leg in BACKWARDS)  # of all
+        self.pending: deque[int] = deque()  # backwards whose W is still to run
         self.saved = 0  # chunks between F and the end of W
-        self.begin = self.end = 0.0
-        self.done: list[Leg] = []
+        self.begin = self.end = self.idle = 0.0  # idle: since it began
+        self.done: list[int] = []
 
-    def arrive(self, leg: Leg, time: float) -> None:
+    def arrive(self, leg: int, time: float) -> None:
         if self.next_input[leg] < inf:
             self.later_inputs[leg].append(time)
         else:
             self.next_input[leg] = time
 
-    def choose(self, now: float, policy: Policy, max_saved: int) -> int | None:
-        """What to start: an index of `order`, Leg.W, or None to wait."""
-        fits, arrival = False, inf
+    def choose(self, now: float) -> int | None:
+        """What to start: an index of `order`, W, or None to wait."""
+        policy, fits, arrival = self.policy, False, inf
         if self.order:
             leg = self.order[0]
-            if leg is Leg.W:
-                return Leg.W
-            fits = leg in BACKWARDS or self.saved < max_saved
+            if leg == W:
+                return W
+            fits = leg >= FIRST_BACKWARD or self.saved < self.max_saved
             arrival = self.next_input[leg]
             if arrival <= now:
-                return 0 if fits else Leg.W
+                return 0 if fits else W
         if policy is IN_PLACE:
             return None
-        filler = self._overtaking(now, max_saved) if policy.overtake else None
+        filler = self._overtaking(now) if policy.overtake else None
         if filler is not None:
             seconds = self.seconds[self.order[filler]]
         elif self.pending:
-            filler, seconds = Leg.W, self.weight_seconds[self.pending[0]]
+            filler, seconds = W, self.weight_seconds[self.pending[0]]
         else:
             return None
         return None if fits and arrival - now < policy.patience * seconds else filler
 
-    def _overtaking(self, now: float, max_saved: int) -> int | None:
+    def _overtaking(self, now: float) -> int | None:
         """Index of the first leg that has arrived and, if it is a forward, leaves enough memory for everything that it
         overtakes once all pending W have run: a rank never blocks itself, and the block's order stays feasible."""
         if min(self.next_input) > now:
             return None
         arrived = [time <= now for time in self.next_input]
-        saved_after_weights, peak = self.saved - len(self.pending), self.saved
+        saved_after_weights, peak, max_saved = self.saved - len(self.pending), self.saved, self.max_saved
         for index, leg in enumerate(self.order):
             if arrived[leg]:
-                if leg in BACKWARDS or peak < max_saved:
+                if leg >= FIRST_BACKWARD or peak < max_saved:
                     return index
                 arrived[leg] = False
                 if True not in arrived:
                     break
-            saved_after_weights += 1 if leg in FORWARDS else -1
-            peak = max(peak, saved_after_weights)
+            if leg >= FIRST_BACKWARD:
+                saved_after_weights -= 1
+            else:
+                saved_after_weights += 1
+                if saved_after_weights > peak:
+                    peak = saved_after_weights
         return None
 
-    def start(self, choice: int, now: float) -> Leg:
+    def start(self, choice: int, now: float) -> int:
         """Runs the choice and returns its leg."""
-        start = now if now > self.end else self.end
-        if not self.done:
+        start, done = self.end, self.done
+        if now > start:
+            if done:
+                self.idle += now - start
+            start = now
+        if not done:
             self.begin = now
-        if choice == Leg.W:
-            if self.order and self.order[0] is Leg.W:
+        if choice == W:
+            if self.order and self.order[0] == W:
                 del self.order[0]
             self.saved -= 1
             self.end = start + self.weight_seconds[self.pending.popleft()]
-            self.done.append(Leg.W)
-            return Leg.W
+            done.append(W)
+            return W
         leg = self.order.pop(choice)
-        self.next_input[leg] = self.later_inputs[leg].popleft() if self.later_inputs[leg] else inf
-        self.end = start + self.seconds[leg]
-        self.done.append(leg)
-        if leg in BACKWARDS:
+        later = self.later_inputs[leg]
+        self.next_input[leg] = later.popleft() if later else inf
+        seconds = self.seconds[leg]
+        self.end = start + seconds
+        self.left -= seconds
+        done.append(leg)
+        if leg >= FIRST_BACKWARD:
             self.pending.append(leg)
         else:
             self.saved += 1
         return leg
 
 
-def _run(orders: list[list[Leg]], policy: Policy, spec: ScheduleSpec, costs: Costs, max_saved: int) -> list[_Rank]:
-    """All ranks after a step that saves at most `max_saved` chunks per rank."""
-    ranks = [_Rank(rank, spec.ranks, order, costs) for rank, order in enumerate(orders)]
+def _run(
+    orders: list[Array], policy: Policy, spec: ScheduleSpec, costs: Costs, max_saved: int
+) -> Candidate[list[_Rank]]:
+    """All ranks after a step that saves at most `max_saved` chunks a rank; yields lower bounds of its busiest rank."""
+    ranks = [_Rank(rank, spec.ranks, order, costs, policy, max_saved) for rank, order in enumerate(orders)]
     for _ in range(spec.microbatches):
         ranks[0].arrive(Leg.F_DOWN, 0.0)
     events = [(0.0, 0)]  # when a rank may have something to start
-    rounding = 1e-9 * max(*costs.forward, *costs.backward, *costs.weight)  # by which equal sums may differ
+    rounding = ROUNDING * max(*costs.forward, *costs.backward, *costs.weight)  # by which equal sums may differ
+    left = every = EVENTS * spec.ranks
     while events:
         now, at = heappop(events)
         rank = ranks[at]
         now_or_so = now + rounding
         if now_or_so < rank.end:
             continue
-        choice = rank.choose(now_or_so, policy, max_saved)
+        choice = rank.choose(now_or_so)
         if choice is None:
             continue
         leg = rank.start(choice, now)
-        heappush(events, (rank.end, at))
-        if leg is Leg.W or (leg is Leg.B_UP and at == 0):
+        end = rank.end
+        heappush(events, (end, at))
+        if leg == W or (leg == LAST and at == 0):
             continue
         target, leg, transfer = rank.next_leg[leg]
-        arrival = rank.end + transfer
+        arrival = end + transfer
         ranks[target].arrive(leg, arrival)
         if arrival + rounding >= ranks[target].end:  # else it looks again when it is free
             heappush(events, (arrival, target))
+        left -= 1
+        if not left:
+            left = every
+            yield _least_longest(ranks)
     return ranks
+
+
+def _least_longest(ranks: list[_Rank]) -> float:
+    """What the busiest rank will take at least: its work and what it has idled; rank 0, which starts at 0, until the
+    last microbatch's gradient has come from each rank."""
+    way, most = ranks[0].weight_seconds[LAST], 0.0
+    for rank in ranks:
+        most = max(most, rank.work + rank.idle, rank.end + rank.left + way if rank.order else 0.0)
+        way += rank.seconds[LAST] + rank.next_leg[LAST][2]
+    return most
 
 
 def _next_leg(rank: int, leg: Leg, ranks: int, costs: Costs) -> tuple[int, Leg, float]:

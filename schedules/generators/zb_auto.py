@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import accumulate, product
+from itertools import count, product
 from math import floor, inf
 
 import numpy as np
 
 from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
-from pentad.schedules.generators.zb_auto_greedy import NEVER, GreedyOptions, Pipeline, run_greedy, tick_costs, warm_up
+from pentad.schedules.generators.best_of import Candidate, best_of
+from pentad.schedules.generators.zb_auto_greedy import NEVER, ROUNDS, Pipeline, greedy_candidates, tick_costs, warm_up
 from pentad.schedules.generators.zb_h import zb_h1, zb_h2
-from pentad.schedules.ir.columns import CODE, Columns
-from pentad.schedules.ir.instruction import Op, instructions_of
+from pentad.schedules.ir.columns import CODE, OPS, Columns
+from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
+
+EVENTS = 32  # of each rank between bounds
 
 
 def zb_1p(spec: ScheduleSpec) -> Columns:
@@ -37,7 +40,7 @@ def zb_auto(spec: ScheduleSpec, default_limit: float = inf) -> Columns:
     """
     costs = spec.costs or Costs.uniform(spec.ranks)
     tried = _candidates(costs, spec.ranks, spec.microbatches, _limit(spec, default_limit))
-    best = min(tried, key=lambda pipeline: (*pipeline.durations(), pipeline.peak))
+    best = best_of(tried, lambda pipeline: (*pipeline.durations(), pipeline.peak))
     op = np.array([[CODE[op] for op in ops] for ops in best.streams])
     stage = np.broadcast_to(np.arange(spec.ranks)[:, None], op.shape)
     return streams_from_arrays(op, stage, occurrence_index(op, spec.microbatches))
@@ -54,15 +57,16 @@ def least_warm_up(spec: ScheduleSpec, default_limit: float = inf) -> list[int]:
     few = min(spec.microbatches, floor(limit) + 1)
     ticks = tick_costs(spec.costs or Costs.uniform(spec.ranks), spec.ranks)
     begun = [warm_up(Pipeline(ticks, few, limit), extra_warm_up=extra).streams for extra in (False, True)]
-    begun += [_list_schedule(Pipeline(ticks, few, limit), first, False).streams for first in (False, True)]
+    begun += [_completed(_list_schedule(Pipeline(ticks, few, limit), first, False)).streams for first in (False, True)]
     begun += _published(spec.ranks, few, limit)
     return [min(streams[rank].index(Op.B) for streams in begun) for rank in range(spec.ranks)]
 
 
-def _candidates(costs: Costs, ranks: int, microbatches: int, limit: float) -> Iterator[Pipeline]:
+def _candidates(costs: Costs, ranks: int, microbatches: int, limit: float) -> Iterator[Candidate[Pipeline]]:
     ticks = tick_costs(costs, ranks)
-    for options in product((False, True), repeat=3):
-        yield run_greedy(Pipeline(ticks, microbatches, limit), GreedyOptions(*options))
+    begun = [warm_up(Pipeline(ticks, microbatches, limit), extra_warm_up=extra).streams for extra in (False, True)]
+    for extra in (False, True)[: 1 + (begun[0] != begun[1])]:
+        yield from greedy_candidates(lambda: Pipeline(ticks, microbatches, limit), extra_warm_up=extra)
     for backward_first, eager_weight in product((False, True), repeat=2):
         yield _list_schedule(Pipeline(ticks, microbatches, limit), backward_first, eager_weight)
     for streams in _published(ranks, microbatches, limit):
@@ -72,26 +76,40 @@ def _candidates(costs: Costs, ranks: int, microbatches: int, limit: float) -> It
 def _published(ranks: int, microbatches: int, limit: float) -> Iterator[list[list[Op]]]:
     """ZB-H1 and ZB-H2, if they keep to the limit."""
     for known in (zb_h1, zb_h2):
-        streams = [[part.op for part in instructions_of(s)] for s in known(ScheduleSpec(ranks, microbatches))]
-        if max(map(_peak, streams)) <= limit:
-            yield streams
+        op = known(ScheduleSpec(ranks, microbatches)).op.reshape(ranks, -1)
+        saved = np.where(op == CODE[Op.F], 2, -1).cumsum(axis=1)  # in halves: B frees one, W the other
+        if saved.max() <= 2 * limit:
+            yield [[OPS[code] for code in ops] for ops in op.tolist()]
 
 
-def _list_schedule(pipeline: Pipeline, backward_first: bool, eager_weight: bool) -> Pipeline:
+def _completed(candidate: Candidate[Pipeline]) -> Pipeline:
+    return best_of([candidate], Pipeline.durations)
+
+
+def _list_schedule(pipeline: Pipeline, backward_first: bool, eager_weight: bool) -> Candidate[Pipeline]:
     """List scheduling: a free rank runs what has arrived. Better than rounds if stages differ or the limit is low."""
-    events = [(0, rank) for rank in range(pipeline.ranks)]
-    while events:
+    events, clock, costs, last = (
+        [(0, rank) for rank in range(pipeline.ranks)],
+        pipeline.clock,
+        pipeline.costs,
+        pipeline.ranks - 1,
+    )
+    for number in count(1):
+        if not events:
+            return pipeline
+        if number % (EVENTS * pipeline.ranks) == 0:
+            yield pipeline.least_longest()
         now, rank = heappop(events)
-        if now < pipeline.clock[rank]:
+        if now < clock[rank]:
             continue  # busy; another event comes when it is free
         op, then = _choose(pipeline, rank, now, backward_first, eager_weight)
         if op:
             pipeline.run(rank, op)
-            then = pipeline.clock[rank]
-            if op is Op.F and rank + 1 < pipeline.ranks:
-                heappush(events, (then + pipeline.costs.forward_hop[rank + 1], rank + 1))
+            then = clock[rank]
+            if op is Op.F and rank < last:
+                heappush(events, (then + costs.forward_hop[rank + 1], rank + 1))
             if op is Op.B and rank > 0:
-                heappush(events, (then + pipeline.costs.backward_hop[rank - 1], rank - 1))
+                heappush(events, (then + costs.backward_hop[rank - 1], rank - 1))
         if then < NEVER:
             heappush(events, (then, rank))
     return pipeline
@@ -112,16 +130,15 @@ def _choose(pipeline: Pipeline, rank: int, now: int, backward_first: bool, eager
     return None, min(forward, backward)
 
 
-def _replay(pipeline: Pipeline, streams: list[deque[Op]]) -> Pipeline:
+def _replay(pipeline: Pipeline, streams: list[deque[Op]]) -> Candidate[Pipeline]:
     """Runs given streams: each rank in turn as far as its inputs have been produced."""
     arrival = {Op.F: pipeline.next_activation, Op.B: pipeline.next_gradient, Op.W: lambda rank: 0}
-    while any(streams):
+    for number in count(1):
+        if not any(streams):
+            break
+        if number % ROUNDS == 0:
+            yield pipeline.least_longest()
         for rank, ops in enumerate(streams):
             while ops and arrival[ops[0]](rank) < NEVER:
                 pipeline.run(rank, ops.popleft())
     return pipeline
-
-
-def _peak(ops: Iterable[Op]) -> float:
-    """Most microbatches of activations saved at once."""
-    return max(accumulate(1.0 if op is Op.F else -0.5 for op in ops))

@@ -6,14 +6,18 @@ forward and one backward per rank, with weight gradients in the gaps or where me
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import product
 from math import floor, log10
 from typing import NamedTuple
 
+from pentad.schedules.generators.best_of import Candidate
 from pentad.schedules.ir.instruction import Instruction, Op
 from pentad.schedules.simulate.costs import Costs
 
 DIGITS = 12  # significant digits of the most expensive operation
 NEVER = 1 << 100  # ticks
+ROUNDS = 8  # between bounds
 
 
 class GreedyOptions(NamedTuple):
@@ -66,6 +70,7 @@ class Pipeline:
         self.saved = [0] * self.ranks
         self.peak = 0  # the most that any rank has saved
         self.pending = [0] * self.ranks  # weight gradients that could run now
+        self.hold_mattered = self.eager_mattered = False  # whether the option has changed anything so far
         # By rank and microbatch: when F and B end, and when the stage before or after has made their input (at the ends
         # of the pipeline: at once).
         self.forward_ends: list[list[int]] = [[] for _ in range(self.ranks)]
@@ -87,33 +92,44 @@ class Pipeline:
 
     def run(self, rank: int, op: Op) -> None:
         if op is Op.F:
-            end = self._start(rank, self.next_activation(rank)) + self.costs.forward[rank]
-            self.forward_ends[rank].append(end)
-            self.saved[rank] = saved = self.saved[rank] + 2
-            self.peak = max(self.peak, saved)
+            self.run_forward(rank)
+        elif op is Op.B:
+            self.run_backward(rank)
         else:
-            self.saved[rank] -= 1
-            if op is Op.B:
-                end = self._start(rank, self.next_gradient(rank)) + self.costs.backward[rank]
-                self.backward_ends[rank].append(end)
-                self.pending[rank] += 1
-            else:
-                end = self.clock[rank] + self.costs.weight[rank]
-                self.pending[rank] -= 1
-        self.clock[rank] = end
-        self.streams[rank].append(op)
+            self.run_weights(rank, 1)
+
+    def run_forward(self, rank: int) -> None:
+        costs, ends, stream, start = self.costs, self.forward_ends[rank], self.streams[rank], self.clock[rank]
+        arrival = self.activations[rank][len(ends)] + costs.forward_hop[rank]
+        if arrival > start:
+            if stream:
+                self.idle[rank] += arrival - start
+            start = arrival
+        self.clock[rank] = end = start + costs.forward[rank]
+        ends.append(end)
+        self.saved[rank] = saved = self.saved[rank] + 2
+        if saved > self.peak:
+            self.peak = saved
+        stream.append(Op.F)
+
+    def run_backward(self, rank: int) -> None:
+        costs, ends, start = self.costs, self.backward_ends[rank], self.clock[rank]
+        arrival = self.gradients[rank][len(ends)] + costs.backward_hop[rank]
+        if arrival > start:
+            self.idle[rank] += arrival - start
+            start = arrival
+        self.clock[rank] = end = start + costs.backward[rank]
+        ends.append(end)
+        self.saved[rank] -= 1
+        self.pending[rank] += 1
+        self.streams[rank].append(Op.B)
 
     def run_weights(self, rank: int, count: int) -> None:
-        for _ in range(count):
-            self.run(rank, Op.W)
-
-    def _start(self, rank: int, arrival: int) -> int:
-        clock = self.clock[rank]
-        if arrival <= clock:
-            return clock
-        if self.streams[rank]:
-            self.idle[rank] += arrival - clock
-        return arrival
+        if count > 0:
+            self.clock[rank] += count * self.costs.weight[rank]
+            self.saved[rank] -= count
+            self.pending[rank] -= count
+            self.streams[rank] += [Op.W] * count
 
     def weights_before_forward(self, rank: int) -> int:
         """Weight gradients that must run before the next forward fits into memory; it fits already if not positive."""
@@ -128,27 +144,87 @@ class Pipeline:
         starts = [ends[0] - cost for ends, cost in zip(self.forward_ends, self.costs.forward, strict=True)]
         return max(end - start for end, start in zip(self.clock, starts, strict=True)), max(self.clock)
 
+    def least_longest(self) -> int:
+        """What the longest of `durations` will be at least: a rank's work and what it has idled; for rank 0, which
+        starts at 0, the way of the last microbatch's gradient from each rank."""
+        costs, count, way, most = self.costs, self.microbatches, self.costs.weight[0], 0
+        for rank, clock in enumerate(self.clock):
+            forward, backward, ends = costs.forward[rank], costs.backward[rank], self.backward_ends[rank]
+            most = max(most, count * (forward + backward + costs.weight[rank]) + self.idle[rank])
+            if (left := count - len(ends)) > 0:
+                forwards = count - len(self.forward_ends[rank])
+                most = max(most, clock + forwards * forward + left * backward + way)
+            else:
+                most = max(most, ends[-1] + way)
+            if rank + 1 < self.ranks:
+                way += backward + costs.backward_hop[rank]
+        return most
 
-def run_greedy(pipeline: Pipeline, options: GreedyOptions) -> Pipeline:
-    """Runs a whole step."""
+
+class Run:
+    """A run of the heuristic, step by step."""
+
+    def __init__(self, pipeline: Pipeline, options: GreedyOptions) -> None:
+        self.pipeline, self.bound, self.is_done = pipeline, 0, False
+        self._steps = _run_greedy(pipeline, options)
+
+    def advance(self) -> None:
+        bound = next(self._steps, None)
+        if bound is None:
+            self.is_done = True
+        else:
+            self.bound = bound
+
+
+def greedy_candidates(begin: Callable[[], Pipeline], *, extra_warm_up: bool) -> Iterator[Candidate[Pipeline]]:
+    """Without and with each of the other two options. As long as an option has changed nothing, a run without it is the
+    one with it."""
+    options = (GreedyOptions(extra_warm_up, *each) for each in product((False, True), repeat=2))
+    neither, eager, hold, both = (Run(begin(), each) for each in options)
+
+    def with_hold() -> Run:
+        return hold if both.pipeline.eager_mattered else both
+
+    def with_eager() -> Run:
+        return eager if both.pipeline.hold_mattered else both
+
+    def without() -> Run:
+        if not with_eager().pipeline.eager_mattered:
+            return with_eager()
+        return neither if with_hold().pipeline.hold_mattered else with_hold()
+
+    return map(followed, (without, with_eager, with_hold, lambda: both))
+
+
+def followed(run: Callable[[], Run]) -> Candidate[Pipeline]:
+    """What a run, which may become another one on its way, ends with."""
+    while not run().is_done:
+        run().advance()
+        yield run().bound
+    return run().pipeline
+
+
+def _run_greedy(pipeline: Pipeline, options: GreedyOptions) -> Iterator[int]:
+    """Runs a whole step; yields lower bounds of its `longest`."""
     warm_up(pipeline, extra_warm_up=options.extra_warm_up)
-    for _ in range(1, pipeline.microbatches):
+    for number in range(1, pipeline.microbatches):
+        if number % ROUNDS == 0:
+            yield pipeline.least_longest()
         _forward_round(pipeline, options)
         _backward_round(pipeline, options.eager_weight)
     for rank in range(pipeline.ranks):
         pipeline.run_weights(rank, pipeline.pending[rank])
-    return pipeline
 
 
 def warm_up(pipeline: Pipeline, *, extra_warm_up: bool) -> Pipeline:
     """Up to the first backward of every rank: forwards in the time that its gradient takes to arrive."""
     for rank in range(pipeline.ranks):
-        pipeline.run(rank, Op.F)
+        pipeline.run_forward(rank)
     for rank, more in enumerate(_more_warm_up_forwards(pipeline, extra_warm_up)):
         for _ in range(more):
-            pipeline.run(rank, Op.F)
+            pipeline.run_forward(rank)
     for rank in reversed(range(pipeline.ranks)):
-        pipeline.run(rank, Op.B)
+        pipeline.run_backward(rank)
     return pipeline
 
 
@@ -182,7 +258,7 @@ def _forward_round(pipeline: Pipeline, options: GreedyOptions) -> None:
         if runs[rank]:
             pipeline.run_weights(rank, pipeline.weights_before_forward(rank))
             _fill_gap(pipeline, rank, pipeline.next_activation(rank), options.eager_weight)
-            pipeline.run(rank, Op.F)
+            pipeline.run_forward(rank)
 
 
 def _backward_round(pipeline: Pipeline, eager_weight: bool) -> None:
@@ -191,17 +267,25 @@ def _backward_round(pipeline: Pipeline, eager_weight: bool) -> None:
         _fill_gap(pipeline, rank, pipeline.next_gradient(rank), eager_weight)
         if rank == 0 and len(pipeline.forward_ends[rank]) == pipeline.microbatches:  # nothing waits for its backwards
             pipeline.run_weights(rank, pipeline.pending[rank])
-        pipeline.run(rank, Op.B)
+        pipeline.run_backward(rank)
 
 
 def _fill_gap(pipeline: Pipeline, rank: int, until: int, eager_weight: bool) -> None:
     """Weight gradients into the gap before `until`; the last one may end later."""
+    pending, gap = pipeline.pending[rank], until - pipeline.clock[rank]
+    if not pending or gap < 0:
+        return
     weight = pipeline.costs.weight[rank]
-    while pipeline.pending[rank] and pipeline.clock[rank] + weight <= until:
-        pipeline.run(rank, Op.W)
-    gap = until - pipeline.clock[rank]
-    if pipeline.pending[rank] and gap > 0 and (eager_weight or gap > pipeline.idle_allowance(rank)):
-        pipeline.run(rank, Op.W)
+    fitting = min(pending, gap // weight) if weight else pending
+    pipeline.run_weights(rank, fitting)
+    gap -= fitting * weight
+    if fitting == pending or gap <= 0:
+        return
+    if gap > pipeline.idle_allowance(rank):
+        pipeline.run_weights(rank, 1)
+    elif eager_weight:
+        pipeline.eager_mattered = True
+        pipeline.run_weights(rank, 1)
 
 
 def _runs_forward(pipeline: Pipeline, rank: int, hold_forward: bool) -> bool:
@@ -209,14 +293,22 @@ def _runs_forward(pipeline: Pipeline, rank: int, hold_forward: bool) -> bool:
     weights = pipeline.weights_before_forward(rank)
     if done == pipeline.microbatches or weights > pipeline.pending[rank]:
         return False
+    if hold_forward and _holds(pipeline, rank, weights):
+        pipeline.hold_mattered = True
+        return False
+    return True
+
+
+def _holds(pipeline: Pipeline, rank: int, weights: int) -> bool:
+    """Whether the next rank already has the input of its next forward, and the gradient that follows is worth waiting
+    for."""
     after = rank + 1
-    if not hold_forward or after == pipeline.ranks or done < len(pipeline.forward_ends[after]) + 2:
-        return True
-    # The next rank already has the input of its next forward: is the gradient that follows worth waiting for?
+    if after == pipeline.ranks or len(pipeline.forward_ends[rank]) < len(pipeline.forward_ends[after]) + 2:
+        return False
     costs = pipeline.costs
     gradient = pipeline.clock[after] + costs.forward[after] + costs.backward[after] + costs.backward_hop[rank]
     gap = gradient - pipeline.clock[rank]
     if gap <= 0:
-        return False
+        return True
     fits = costs.forward[rank] + max(weights, 0) * costs.weight[rank] <= gap
-    return fits or gap > pipeline.idle_allowance(rank)
+    return not fits and gap <= pipeline.idle_allowance(rank)

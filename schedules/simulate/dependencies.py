@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import Op
-from pentad.schedules.ir.lookup import IS_BACKWARD, IS_FORWARD
+from pentad.schedules.ir.lookup import IS_BACKWARD, IS_FORWARD, Lookup
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs, hops, instruction_seconds
-from pentad.schedules.simulate.toposort import Graph, earliest_times, topological_levels
+from pentad.schedules.simulate.toposort import Graph, Levels, earliest_times, topological_levels
+
+# By the lookup of a program, which is simulated at one cost after the other.
+_edges = WeakKeyDictionary[Lookup, tuple[Array, Array, Array, Array]]()
+_levels = WeakKeyDictionary[Lookup, Levels]()
 
 
 def data_dependencies(program: Program) -> tuple[Array, Array]:
@@ -46,7 +51,9 @@ def action_times(program: Program, costs: Costs) -> tuple[Array, Array]:
     Raises ScheduleError where a rank waits for something that never runs before it.
     """
     graph = compute_graph(program, costs)
-    levels = topological_levels(graph)
+    if program.lookup not in _levels:
+        _levels[program.lookup] = topological_levels(graph)
+    levels = _levels[program.lookup]
     if len(levels.order) < graph.events:
         raise _stuck(program, levels.order)
     return earliest_times(graph, levels, action_seconds(program, costs), np.zeros(graph.events))
@@ -54,19 +61,27 @@ def action_times(program: Program, costs: Costs) -> tuple[Array, Array]:
 
 def compute_graph(program: Program, costs: Costs) -> Graph:
     """The actions of a compute order, each after the one before on its rank and, by transfers, after what it reads."""
+    if program.lookup not in _edges:
+        _edges[program.lookup] = _edges_of(program)
+    earlier, later, source, target = _edges[program.lookup]
+    followers = len(earlier) - len(source)
+    delay = np.concatenate((np.zeros(followers), hops(costs, source, target)))
+    return Graph(len(program.columns.action_row), earlier, later, program.ranks, delay)
+
+
+def _edges_of(program: Program) -> tuple[Array, Array, Array, Array]:
+    """Of `compute_graph`: earlier and later action; of the last ones, which are transfers, sender and receiver."""
     columns = program.columns
-    actions = len(columns.action_row)
     reader, producer = data_dependencies(program)
     source, target, earlier = columns.rank[producer], columns.rank[reader], columns.action[producer]
     # The order of a rank already covers what it reads from its own earlier actions.
     unordered = (source != target) | (earlier >= columns.action[reader])
-    follows = np.ones(actions + 1, bool)
+    follows = np.ones(len(columns.action_row) + 1, bool)
     follows[columns.action_offsets] = False
     followers = np.flatnonzero(follows)
     earlier = np.concatenate((followers - 1, earlier[unordered]))
     later = np.concatenate((followers, columns.action[reader[unordered]]))
-    delay = np.concatenate((np.zeros(len(followers)), hops(costs, source[unordered], target[unordered])))
-    return Graph(actions, earlier, later, program.ranks, delay)
+    return earlier, later, source[unordered], target[unordered]
 
 
 def action_seconds(program: Program, costs: Costs) -> Array:

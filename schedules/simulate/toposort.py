@@ -112,16 +112,27 @@ def earliest_times(graph: Graph, levels: Levels, first: Array, second: Array) ->
 
 def _times_one_by_one(graph: Graph, order: Array, first: Array, second: Array) -> tuple[Array, Array]:
     by_target, bounds = grouped(graph.target, graph.events)
-    source, edges = graph.source[by_target].tolist(), bounds.tolist()
-    delay = graph.delay[by_target].tolist() if graph.delay is not None else [0.0] * len(source)
-    one, two = first.tolist(), second.tolist()
-    starts, ends = [0.0] * graph.events, [0.0] * graph.events
-    for event in order.tolist():
-        start = 0.0
-        for k in range(edges[event], edges[event + 1]):
-            ready = ends[source[k]] + delay[k]
-            if ready > start:
-                start = ready
-        starts[event] = start
-        ends[event] = start + one[event] + two[event]
-    return np.array(starts), np.array(ends)
+    waits = np.zeros(len(by_target)) if graph.delay is None else graph.delay[by_target]
+    # Nearly all events have at most two predecessors; a missing one is an event beyond the last, which ends at 0.
+    sources, delays = np.append(graph.source[by_target], graph.events), np.append(waits, 0.0)
+    below, above = bounds[order], bounds[order + 1]
+    edges = np.stack([np.where(below + k < above, below + k, len(by_target)) for k in (0, 1)])
+    source, delay = sources.tolist(), delays.tolist()
+    starts, ends = list[float](), [0.0] * (graph.events + 1)
+    events = order.tolist(), first[order].tolist(), second[order].tolist()
+    rest = (below + 2).tolist(), above.tolist()
+    rows = zip(*events, *sources[edges].tolist(), *delays[edges].tolist(), *rest, strict=True)
+    for event, before, after, one, other, one_delay, other_delay, low, high in rows:
+        start, ready = ends[one] + one_delay, ends[other] + other_delay
+        if ready > start:
+            start = ready
+        if low < high:
+            for k in range(low, high):
+                ready = ends[source[k]] + delay[k]
+                if ready > start:
+                    start = ready
+        starts.append(start)
+        ends[event] = start + before + after
+    found = np.zeros(graph.events)
+    found[order] = starts
+    return found, np.array(ends[:-1])
