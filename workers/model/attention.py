@@ -6,7 +6,7 @@ dim. With fewer key-value heads than tp ranks, several ranks compute the same on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -216,7 +216,7 @@ class Attention(NamedTuple):
             context, sequence, saved.context, dout, context.model.qk_head_dim, self.sinks and self.sinks.weight
         )
         del dout
-        dqkv = torch.cat(grads, dim=2).flatten(0, 1)  # [T, N + 2M, D]
+        dqkv = joined_heads(grads).flatten(0, 1)  # [T, N + 2M, D]
         del grads  # free before the products
         rope_(dqkv[:, : heads + kv_heads], rotary.cos, rotary.sin, inverse=True)
         if self.qk_norm is not None and saved.qk_norm is not None:
@@ -299,6 +299,21 @@ def attend_backward(
     (dq, dk, dv), dsinks = yield from sequence.cp.attend_backward(dout, saved, sinks)
     dk, dv = sequence.kv_cache.slice_grads((dk, dv), sequence.rotary.start)
     return (dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)), dsinks
+
+
+def joined_heads(parts: Sequence[Tensor]) -> Tensor:
+    """[B, S, all heads, D] from parts [B, S, heads, D]: without a copy where they are side by side in memory."""
+    first, (batch, length, _, width) = parts[0], parts[0].shape
+    sizes = [part.shape[2] * width for part in parts]
+    starts = [first.storage_offset() + sum(sizes[:number]) for number in range(len(parts))]
+    are_joined = first.stride()[1:] == (sum(sizes), width, 1) and all(
+        (part.untyped_storage().data_ptr(), part.stride(), part.storage_offset())
+        == (first.untyped_storage().data_ptr(), first.stride(), start)
+        for part, start in zip(parts, starts, strict=True)
+    )
+    if not are_joined:
+        return torch.cat(list(parts), dim=2)
+    return first.as_strided((batch, length, sum(sizes) // width, width), first.stride())
 
 
 def _by_token(x: Tensor) -> Tensor:
