@@ -123,11 +123,11 @@ class Attention(NamedTuple):
         qkv = yield from self.qkv.forward_gathered(axes, x, self.qkv_bias and self.qkv_bias.weight)
         yield from self.qkv_adapters.add_(context, x, qkv)
         qkv = qkv.view(qkv.shape[0], -1, context.model.qk_head_dim)
-        qk_norm = None
-        if self.qk_norm is not None:
-            qk_norm = yield from self.qk_norm.forward_(context.tp, qkv[:, :heads], qkv[:, heads : heads + kv_heads])
-        rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
-        return qkv, qk_norm
+        if self.qk_norm is None:
+            rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
+            return qkv, None
+        q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        return qkv, (yield from self.qk_norm.forward_(context.tp, q, k, rotary.cos, rotary.sin))
 
     def project(self, context: LayerContext, out: Tensor) -> Task[Tensor]:
         """The result [T / tp, H] of the heads' output."""
@@ -218,10 +218,11 @@ class Attention(NamedTuple):
         del dout
         dqkv = joined_heads(grads).flatten(0, 1)  # [T, N + 2M, D]
         del grads  # free before the products
-        rope_(dqkv[:, : heads + kv_heads], rotary.cos, rotary.sin, inverse=True)
         if self.qk_norm is not None and saved.qk_norm is not None:
             dq, dk, _ = dqkv.split((heads, kv_heads, kv_heads), dim=1)
-            vectors += yield from self.qk_norm.backward_(axes.tp, dq, dk, saved.qk_norm)
+            vectors += yield from self.qk_norm.backward_(axes.tp, dq, dk, saved.qk_norm, rotary.cos, rotary.sin)
+        else:
+            rope_(dqkv[:, : heads + kv_heads], rotary.cos, rotary.sin, inverse=True)
         dqkv = dqkv.view(dqkv.shape[0], -1)
         if self.qkv_bias is not None:
             vectors.append(bias_wgrad(self.qkv_bias, dqkv))
