@@ -269,6 +269,7 @@ def lookup(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     """The embedding's gradient waits for W; tp ranks count tokens from the first word of their shard."""
     yield Allocation("gradient of the rows", "B-W", piece.full_stream(model.hidden))
     yield Allocation("tokens", "B-W", piece.is_gathered * piece.tokens * INDEX)
+    yield Allocation("sums of parts of long runs of a token", "W", piece.tokens // 64 * model.hidden * piece.wide)
 
 
 def mtp_input(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:

@@ -145,9 +145,6 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
     embedding = total(memory.lookup(model, piece) if first else ())
     parts = [*(layer.totals for layer in layers), end, embedding]
     deferred = sum(part.deferred for part in parts)
-    # W of the embedding fills a gradient of all its rows, and of the pieces' in its width
-    rows = model.vocab // piece.mesh.tp + piece.tokens * (piece.wide > piece.itemsize)
-    lookup = rows * model.hidden * piece.wide
     kv = len(layers) * attention_shape(model, piece).keys_values if piece.slices > 1 else 0
     end_backward = sequence(
         allocate(end.deferred - end.reused), workspace(of_head.backward), allocate(end.reused - end.saved)
@@ -166,10 +163,10 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
         recomputed = [sequence(layer.forward, allocate(-layer.totals.recomputed(mode, piece))) for layer in layers]
         return sequence(allocate(copy), *recomputed, allocate(end.saved), workspace(of_head.forward))
 
-    blocks = [(end_backward, end.deferred, max(of_head.weight, lookup if model.mtp_layers and last else 0))]
+    blocks = [(end_backward, end.deferred, of_head.weight)]
     blocks += [(layer.backward, layer.totals.deferred, layer.totals.weight) for layer in reversed(layers)]
     blocks.append((allocate(-copy), 0, 0))
-    blocks.append((allocate(embedding.deferred), embedding.deferred, lookup if first else 0))
+    blocks.append((allocate(embedding.deferred), embedding.deferred, embedding.weight))
     return StageActivations(
         saved=copy + sum(part.saved for part in parts),
         not_offloadable=sum(part.not_offloadable for part in parts),

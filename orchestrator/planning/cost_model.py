@@ -148,6 +148,12 @@ class StageSeconds(NamedTuple):
     parts: dict[str, float]
 
 
+def lookup_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> float:
+    """W of the embedding reads the gradients of rows, and adds them to those of their tokens."""
+    row_bytes = model.hidden * (piece.itemsize + 2 * BYTES["float32"])
+    return row_bytes * piece.tokens / piece.mesh.tp / rates.memory
+
+
 def _stage_seconds(
     model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, lora: LoraSpec | None
 ) -> StageSeconds:
@@ -158,8 +164,7 @@ def _stage_seconds(
         seconds = 2 * piece.tokens * adapters / (rates.flops * piece.mesh.tp)
         forward, backward = compute.forward + seconds, compute.backward + 1.5 * seconds  # B computes x A^T again
         compute = compute._replace(forward=forward, backward=backward, weight=seconds)
-    # W of the embedding clears a gradient, fills it and adds it
-    lookup = 3 * BYTES["float32"] * model.vocab * model.hidden / piece.mesh.tp / rates.memory
+    lookup = lookup_seconds(model, piece, rates)
     return StageSeconds(
         forward=_with_communication(model, span, piece, rates, "F", compute.forward),
         backward=_with_communication(model, span, piece, rates, "B", compute.backward),

@@ -23,7 +23,9 @@ from pentad.kernels.attention.rope import rope_
 from pentad.kernels.attention.rope_tables import rope_tables
 from pentad.kernels.backend import IGNORE_INDEX
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
+from pentad.kernels.embedding_wgrad import accumulate_embedding_gradient_
 from pentad.kernels.glu import Activation, glu, glu_backward
+from pentad.kernels.heads.qk_norm import norm_and_rotate_, norm_and_rotate_backward_
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
 from pentad.kernels.moe.moe_permute import gather_rows, sum_rows, weighted_glu, weighted_glu_backward
 from pentad.kernels.optimizer import adamw_triton, add_shards_triton, muon_triton, param_remainders_triton
@@ -43,7 +45,7 @@ DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
         *(adamw_, adamw_optimistic_, cross_entropy, cross_entropy_backward_, rms_norm, rms_norm_backward, rope_),
         *(glu, glu_backward, merge_partials_, grouped_gemm, accumulate_grouped_gradient_),
         *(gather_rows, sum_rows, weighted_glu, weighted_glu_backward, muon_, muon_direction_, add_shards_),
-        *(join, nearest),
+        *(join, nearest, accumulate_embedding_gradient_, norm_and_rotate_, norm_and_rotate_backward_),
     ],
     ids=lambda operation: operation.__name__,
 )

@@ -47,7 +47,7 @@ MAY_IMPORT = {
 # Sub-folders, upper ones first: each imports only from those below it. "" is the package's own folder.
 LAYERS = {
     "schedules": ("search", "", "diagnosis", "verify", "draw", "passes", "generators", "spec", "simulate", "ir"),
-    "kernels": ("attention", "fp8", "moe", "optimizer", ""),
+    "kernels": ("heads", "attention", "fp8", "moe", "optimizer", ""),
     "workers": (
         "health",
         "runtime",

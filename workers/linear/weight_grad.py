@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype
+from pentad.kernels.embedding_wgrad import accumulate_embedding_gradient_
 from pentad.kernels.fp8.fp8_gemm import accumulate_fp8_gradient_
 from pentad.kernels.fp8.fp8_grouped import dequantize_rows
 from pentad.kernels.fp8.fp8_tensor import Fp8Tensor
@@ -43,7 +44,7 @@ class AddWgrad(NamedTuple):
 
 
 class EmbeddingWgrad(NamedTuple):
-    """gradient [V, H] += dy [T, H] at the rows `tokens` [T]"""
+    """gradient [V, H] += dy [T, H] at the rows `tokens` [T]; -1 is another rank's."""
 
     gradient: Tensor | None
     dy: Tensor
@@ -90,10 +91,7 @@ def accumulate_wgrads(work: list[Wgrad], unwritten: Unwritten) -> None:
             case AddWgrad(Tensor() as gradient, dy):
                 _add(gradient, dy, overwrite=unwritten.take(gradient))
             case EmbeddingWgrad(Tensor() as gradient, dy, tokens):
-                # This sorts the tokens first, so that the additions have the same order in every run.
-                dy = dy.to(gradient.dtype)
-                dense = torch.ops.aten.embedding_dense_backward(dy, tokens, gradient.shape[0], -1, False)
-                _add(gradient, dense, overwrite=unwritten.take(gradient))
+                accumulate_embedding_gradient_(gradient, dy, tokens, overwrite=unwritten.take(gradient))
             case GroupedWgrad(Tensor() as gradient, dy, x, offsets, dy_rows, x_rows, dtype):
                 left, right = _sorted(dy, dy_rows, offsets, dtype), _sorted(x, x_rows, offsets, dtype)
                 accumulate_grouped_gradient_(gradient, left, right, offsets, overwrite=unwritten.take(gradient))

@@ -6,7 +6,7 @@ dim. With fewer key-value heads than tp ranks, several ranks compute the same on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -123,11 +123,11 @@ class Attention(NamedTuple):
         qkv = yield from self.qkv.forward_gathered(axes, x, self.qkv_bias and self.qkv_bias.weight)
         yield from self.qkv_adapters.add_(context, x, qkv)
         qkv = qkv.view(qkv.shape[0], -1, context.model.qk_head_dim)
-        qk_norm = None
-        if self.qk_norm is not None:
-            qk_norm = yield from self.qk_norm.forward_(context.tp, qkv[:, :heads], qkv[:, heads : heads + kv_heads])
-        rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
-        return qkv, qk_norm
+        if self.qk_norm is None:
+            rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
+            return qkv, None
+        q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        return qkv, (yield from self.qk_norm.forward_(context.tp, q, k, rotary.cos, rotary.sin))
 
     def project(self, context: LayerContext, out: Tensor) -> Task[Tensor]:
         """The result [T / tp, H] of the heads' output."""
@@ -216,12 +216,13 @@ class Attention(NamedTuple):
             context, sequence, saved.context, dout, context.model.qk_head_dim, self.sinks and self.sinks.weight
         )
         del dout
-        dqkv = torch.cat(grads, dim=2).flatten(0, 1)  # [T, N + 2M, D]
+        dqkv = joined_heads(grads).flatten(0, 1)  # [T, N + 2M, D]
         del grads  # free before the products
-        rope_(dqkv[:, : heads + kv_heads], rotary.cos, rotary.sin, inverse=True)
         if self.qk_norm is not None and saved.qk_norm is not None:
             dq, dk, _ = dqkv.split((heads, kv_heads, kv_heads), dim=1)
-            vectors += yield from self.qk_norm.backward_(axes.tp, dq, dk, saved.qk_norm)
+            vectors += yield from self.qk_norm.backward_(axes.tp, dq, dk, saved.qk_norm, rotary.cos, rotary.sin)
+        else:
+            rope_(dqkv[:, : heads + kv_heads], rotary.cos, rotary.sin, inverse=True)
         dqkv = dqkv.view(dqkv.shape[0], -1)
         if self.qkv_bias is not None:
             vectors.append(bias_wgrad(self.qkv_bias, dqkv))
@@ -299,6 +300,21 @@ def attend_backward(
     (dq, dk, dv), dsinks = yield from sequence.cp.attend_backward(dout, saved, sinks)
     dk, dv = sequence.kv_cache.slice_grads((dk, dv), sequence.rotary.start)
     return (dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)), dsinks
+
+
+def joined_heads(parts: Sequence[Tensor]) -> Tensor:
+    """[B, S, all heads, D] from parts [B, S, heads, D]: without a copy where they are side by side in memory."""
+    first, (batch, length, _, width) = parts[0], parts[0].shape
+    sizes = [part.shape[2] * width for part in parts]
+    starts = [first.storage_offset() + sum(sizes[:number]) for number in range(len(parts))]
+    are_joined = first.stride()[1:] == (sum(sizes), width, 1) and all(
+        (part.untyped_storage().data_ptr(), part.stride(), part.storage_offset())
+        == (first.untyped_storage().data_ptr(), first.stride(), start)
+        for part, start in zip(parts, starts, strict=True)
+    )
+    if not are_joined:
+        return torch.cat(list(parts), dim=2)
+    return first.as_strided((batch, length, sum(sizes) // width, width), first.stride())
 
 
 def _by_token(x: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ def embed_backward(param: Param, dy: Tensor, tokens: Tensor, tp: TensorParallelG
     """The work for W, from the gradient dy [T / tp, H] of the embeddings."""
     dy = tp.all_gather(dy).wait()
     if tp.size > 1:
-        tokens, is_remote = _local_rows(param.weight, tokens, tp)
-        dy = dy.masked_fill(is_remote[:, None], 0.0)
+        rows, is_remote = _local_rows(param.weight, tokens, tp)
+        tokens = rows.masked_fill_(is_remote, -1)
     return EmbeddingWgrad(param.gradient, dy, tokens)
 
 

@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pentad.kernels.attention.rope import rope_
 from pentad.kernels.backend import accumulation_dtype
+from pentad.kernels.heads.qk_norm import norm_and_rotate_, norm_and_rotate_backward_
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.linear.weight_grad import AddWgrad, Param, Params, Wgrad
@@ -61,6 +63,15 @@ class Norm(NamedTuple):
         dx, dweight = rms_norm_backward(dy, saved.input, self.param.weight, saved.rstd, dresidual, self.offset)
         return dx, AddWgrad(self.param.gradient, dweight)
 
+    def rotated_(self, x: Tensor, cos: Tensor, sin: Tensor) -> SavedNorm:
+        """Norms heads x [T, N, D], each by itself, and then rotates them, in place; what B needs."""
+        return SavedNorm(*norm_and_rotate_(x, self.param.weight, self.eps, cos, sin, self.offset))
+
+    def rotated_backward_(self, dx: Tensor, saved: SavedNorm, cos: Tensor, sin: Tensor) -> AddWgrad:
+        """The work for W; the gradient of what `rotated_` wrote becomes that of what it read."""
+        given = saved.input, self.param.weight, saved.rstd, cos, sin, self.offset
+        return AddWgrad(self.param.gradient, norm_and_rotate_backward_(dx, *given))
+
 
 class QKNormSaved(NamedTuple):
     query: SavedNorm  # of rows [T N, D], or [T, N D]
@@ -82,36 +93,44 @@ class QKNorm(NamedTuple):
         query, key = (Norm.bind(params, f"{prefix}.{name}_norm", model) for name in ("query", "key"))
         return cls(query, key, model.qk_norm == "all_heads")
 
-    def forward_(self, tp: TensorParallelGroup, q: Tensor, k: Tensor) -> Task[QKNormSaved]:
-        """Norms queries [T, N, D] and keys [T, M, D] in place."""
-        rows = self._rows(q), self._rows(k)
-        if self._is_split(tp):
-            found = yield from _norm_split(tp, (self.query, self.key), rows)
+    def forward_(self, tp: TensorParallelGroup, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Task[QKNormSaved]:
+        """Norms queries [T, N, D] and keys [T, M, D] and then rotates them, in place."""
+        norms = self.query, self.key
+        if not self.of_all_heads:
+            return QKNormSaved(*(norm.rotated_(x, cos, sin) for norm, x in zip(norms, (q, k), strict=True)))
+        rows = _rows(q), _rows(k)
+        if tp.size > 1:
+            found = yield from _norm_split(tp, norms, rows)
         else:
-            found = [norm.forward(x) for norm, x in zip((self.query, self.key), rows, strict=True)]
+            found = [norm.forward(x) for norm, x in zip(norms, rows, strict=True)]
         for heads, (x, _) in zip((q, k), found, strict=True):
-            heads.copy_(x.view(heads.shape))
+            rope_(heads.copy_(x.view(heads.shape)), cos, sin)
         return QKNormSaved(*(saved for _, saved in found))
 
-    def backward_(self, tp: TensorParallelGroup, dq: Tensor, dk: Tensor, saved: QKNormSaved) -> Task[list[Wgrad]]:
-        """The work for W; the gradients of the normed heads become those of the heads, in place."""
-        rows = self._rows(dq), self._rows(dk)
-        if self._is_split(tp):
-            found = yield from _norm_split_backward(tp, (self.query, self.key), rows, saved)
+    def backward_(
+        self, tp: TensorParallelGroup, dq: Tensor, dk: Tensor, saved: QKNormSaved, cos: Tensor, sin: Tensor
+    ) -> Task[list[Wgrad]]:
+        """The work for W; the gradients of the heads that `forward_` made become those of the heads before, in
+        place."""
+        norms = self.query, self.key
+        if not self.of_all_heads:
+            given = zip(norms, (dq, dk), saved, strict=True)
+            return [norm.rotated_backward_(dx, each, cos, sin) for norm, dx, each in given]
+        for dx in (dq, dk):
+            rope_(dx, cos, sin, inverse=True)
+        dys = _rows(dq), _rows(dk)
+        if tp.size > 1:
+            found = yield from _norm_split_backward(tp, norms, dys, saved)
         else:
-            norms = zip((self.query, self.key), rows, saved, strict=True)
-            found = [norm.backward(dy, each) for norm, dy, each in norms]
+            found = [norm.backward(dy, each) for norm, dy, each in zip(norms, dys, saved, strict=True)]
         for heads, (dx, _) in zip((dq, dk), found, strict=True):
             heads.copy_(dx.view(heads.shape))
-        return [work for _, work in found]
+        return [each for _, each in found]
 
-    def _is_split(self, tp: TensorParallelGroup) -> bool:
-        return self.of_all_heads and tp.size > 1
 
-    def _rows(self, heads: Tensor) -> Tensor:
-        """A copy [T heads, D] or [T, heads D], even of a single head, where `reshape` would return a view."""
-        width = heads.shape[1] * heads.shape[2] if self.of_all_heads else heads.shape[2]
-        return heads.clone(memory_format=torch.contiguous_format).view(-1, width)
+def _rows(heads: Tensor) -> Tensor:
+    """A copy [T, heads D], even of a single head, where `reshape` would return a view."""
+    return heads.clone(memory_format=torch.contiguous_format).flatten(1)
 
 
 def _norm_split(

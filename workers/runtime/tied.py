@@ -44,14 +44,21 @@ class TiedEmbedding:
                     self.parts.append(EmbeddingPart(parameters.gradient, index, span, contributes))
 
     def reduce(self) -> None:
-        """Replaces the gradients of both copies by their sum."""
+        """Replaces the gradients of both copies by their sum, in the memory of the first if the rank has all of it."""
         if not self.size:
             return
-        total = self.gradient.new_zeros(self.size)
-        for part in self.parts:
+        whole = next((part for part in self.parts if part.span == slice(0, self.size)), None)
+        others = [part for part in self.parts if part is not whole]
+        if whole is None:
+            total = self.gradient.new_zeros(self.size)
+        else:
+            total = whole.gradient[whole.shard_index]
+            if not whole.contributes:
+                total.zero_()
+        for part in others:
             if part.contributes:
                 total[part.span] += part.gradient[part.shard_index]
         with rank_waits.abandonable():
             dist.all_reduce(total, group=self.group)
-        for part in self.parts:
+        for part in others:
             part.gradient[part.shard_index] = total[part.span]

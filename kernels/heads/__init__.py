@@ -1,0 +1,1 @@
+"""Operations on the heads of queries and keys."""
