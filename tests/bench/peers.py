@@ -119,7 +119,7 @@ def pentad(ranks: Ranks, case: dict[str, Any], data: list[str]) -> list[dict[str
 
 
 def report(row: dict[str, Any]) -> str:
-    """One line per run: speed, ratio to torchtitan's best, memory, last loss."""
+    """One line per run: speed, ratio to torchtitan's best, share of the GPU's peak, memory, last loss."""
     peers = [run[SPEED] for run in row["torchtitan"] if "error" not in run]
     lines = [f"{row['case']}: torchtitan {', '.join(f'{speed:,.0f}' for speed in peers) or 'no figure'} tokens/s/GPU"]
     for overrides, run, *again in zip(
@@ -130,7 +130,7 @@ def report(row: dict[str, Any]) -> str:
             continue
         speed, after = run[SPEED], "".join(f", then {each.get(SPEED, 0):,.0f}" for each in again)
         ratio = f"{speed / max(peers):.3f} of it, " if peers else ""
-        lines.append(f"  {overrides}: {speed:,.0f}{after}, {ratio}{run['peak_gib']} GiB, last loss {run['last_loss']}")
+        lines.append(f"  {overrides}: {speed:,.0f}{after}, {ratio}{run['mfu']:.1%} MFU, {run['peak_gib']} GiB, last loss {run['last_loss']}")
     return "\n".join(lines)
 
 
