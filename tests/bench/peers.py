@@ -130,7 +130,8 @@ def report(row: dict[str, Any]) -> str:
             continue
         speed, after = run[SPEED], "".join(f", then {each.get(SPEED, 0):,.0f}" for each in again)
         ratio = f"{speed / max(peers):.3f} of it, " if peers else ""
-        lines.append(f"  {overrides}: {speed:,.0f}{after}, {ratio}{run['mfu']:.1%} MFU, {run['peak_gib']} GiB, last loss {run['last_loss']}")
+        share = f"{run['mfu']:.1%} MFU, {run['peak_gib']} GiB"
+        lines.append(f"  {overrides}: {speed:,.0f}{after}, {ratio}{share}, last loss {run['last_loss']}")
     return "\n".join(lines)
 
 
