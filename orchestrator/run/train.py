@@ -109,9 +109,11 @@ def train(
     changed = with_replanned_order(with_rebalanced_layers(config, journal), journal, folder / runfolder.ORDER)
     if changed is not config:
         config, plan = changed, with_inputs_of(first_plan(changed), plan)
-    if _is_finished(config, plan):
-        display.note(f"the run has already completed its run.steps = {config.run.steps}")
-        return summary(config, config.run.steps)
+    if done := _finished_steps(config, plan):
+        steps = f"its run.steps = {config.run.steps}"
+        more = f"{done} steps, more than {steps}: nothing is left to do"
+        display.note(f"the run has already completed {steps if done == config.run.steps else more}")
+        return summary(config, done)
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         config, note = with_decay_steps(config, saved)
@@ -169,8 +171,8 @@ def _best(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     return best and {**best._asdict(), "checkpoint": str(by_step[best.step])}
 
 
-def _is_finished(config: RunConfig, plan: Plan) -> bool:
-    """Whether the run has completed its run.steps, in a checkpoint that is intact.
+def _finished_steps(config: RunConfig, plan: Plan) -> int:
+    """The steps of the newest intact checkpoint of a run that has completed its run.steps, else 0.
 
     Raises PentadError when its checkpoints are of another corpus, or a port is taken.
     """
@@ -183,9 +185,9 @@ def _is_finished(config: RunConfig, plan: Plan) -> bool:
         batches = batch_of(step, meta["skipped_batches"])
         require_resumable(plan.data, plan.batch.sizes, batches, meta["data"])
     if step < config.run.steps:
-        return False
+        return 0
     found = newest(checkpoints).checkpoint
-    return found is not None and found.step >= config.run.steps
+    return found.step if found is not None and found.step >= config.run.steps else 0
 
 
 def _base(config: RunConfig) -> LoraBase | None:

@@ -186,6 +186,9 @@ def test_a_finished_run_does_nothing_and_keeps_its_program(train: Train, tmp_pat
     result, printed = train("run.steps=2", "schedule.name=gpipe")
     assert "already completed its run.steps = 2" in printed
     assert (result["state"], result["steps"]) == ("finished", 2)
+    result, printed = train("run.steps=1")
+    assert "already completed 2 steps, more than its run.steps = 1: nothing is left to do" in printed
+    assert (result["state"], result["steps"]) == ("finished", 2)
     assert events(tmp_path) == before
     assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "1f1b"
     train("run.steps=3", "schedule.name=gpipe")
