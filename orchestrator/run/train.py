@@ -154,7 +154,7 @@ def summary(config: RunConfig, steps: int) -> dict[str, Any]:
         "bubble_measured": last.get("bubble_measured"),
         "evaluations": _last_evaluation(folder),
         "best": _best(config, folder),
-        "state": "finished" if steps == config.run.steps else "stopped",
+        "state": "finished" if steps >= config.run.steps else "stopped",
         "files": {name: str(folder / file) for name, file in FILES.items() if (folder / file).exists()},
     }
 
