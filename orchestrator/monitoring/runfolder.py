@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.config.config import RunConfig, dump, load
+from pentad.orchestrator.config.errors import shown
 from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps, write_run_trace
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
 from pentad.orchestrator.records.checkpoint_places import (
@@ -55,8 +56,7 @@ from pentad.workers.hf.names import MODEL_FILE
 PROGRAM, METRICS, JOURNAL = "program.arrow", "metrics.jsonl", "journal.jsonl"
 EVALUATIONS, EVAL_PROGRAM, EVAL_TIMELINE = "eval.jsonl", "eval-program.arrow", "eval-timeline.arrow"
 TIMELINE, RANK_TIMES, TRACE, PAGE = "timeline.arrow", "rank-times.arrow", "trace.json.gz", "timeline.html"
-RANK_TIMES_SVG, EXPERT_LOAD = "rank-times.svg", "expert-load.json"
-ORDER = "order.arrow"  # the compute order that the run has been re-planned to
+RANK_TIMES_SVG, EXPERT_LOAD, ORDER = "rank-times.svg", "expert-load.json", "order.arrow"  # the order re-planned to
 _GENERATION_AT = 20  # bytes, in the file of the lock
 TIMED_STEPS = 200  # whose times by rank are kept
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
@@ -337,7 +337,7 @@ def resumed_config(config: RunConfig) -> RunConfig | None:
     for key, (before, now) in changed_keys(saved, config).items() if saved else ():
         if key.startswith(FIXED):
             hint = f"run.init_from={config.run.name} starts a new run from its weights"
-            raise PentadError(f"{key} is {now}, but the run in {path} has {before}: {advice} ({hint})")
+            raise PentadError(f"{key} is {shown(now)}, but the run in {path} has {shown(before)}: {advice} ({hint})")
     return saved
 
 

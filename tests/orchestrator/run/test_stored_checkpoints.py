@@ -95,7 +95,7 @@ def replace_run(config: RunConfig, **values: Any) -> RunConfig:
 def test_another_place_for_the_checkpoints_of_a_run_is_refused(bucket: Path, config: RunConfig) -> None:
     with RunFolder(config, make_plan(config, "cpu")) as folder:
         folder.begin(config)
-    with pytest.raises(PentadError, match=r"checkpoint.path is None, but the run in .* has s3://nowhere/prefix"):
+    with pytest.raises(PentadError, match=r"checkpoint.path is null, but the run in .* has 's3://nowhere/prefix'"):
         resumed_config(load(config, ["checkpoint.path=null"]))
 
 
