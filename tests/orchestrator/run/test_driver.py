@@ -183,12 +183,9 @@ def test_a_run_whose_checkpoints_are_gone_begins_again_only_if_told_to(train: Tr
 def test_a_finished_run_does_nothing_and_keeps_its_program(train: Train, tmp_path: Path) -> None:
     train("run.steps=2", "schedule.name=1f1b")
     before = events(tmp_path)
-    result, printed = train("run.steps=2", "schedule.name=gpipe")
-    assert "already completed its run.steps = 2" in printed
-    assert (result["state"], result["steps"]) == ("finished", 2)
-    result, printed = train("run.steps=1")
-    assert "already completed 2 steps, more than its run.steps = 1: nothing is left to do" in printed
-    assert (result["state"], result["steps"]) == ("finished", 2)
+    for steps, words in ((2, "its run.steps = 2"), (1, "2 steps, more than its run.steps = 1: nothing is left to do")):
+        result, printed = train(f"run.steps={steps}", "schedule.name=gpipe")
+        assert f"already completed {words}" in printed and (result["state"], result["steps"]) == ("finished", 2)
     assert events(tmp_path) == before
     assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "1f1b"
     train("run.steps=3", "schedule.name=gpipe")
