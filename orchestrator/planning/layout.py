@@ -43,8 +43,8 @@ UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a l
 LOGIT_BYTES = 512 * 2**20  # of a chunk
 TILE_ROWS = 128
 CAPACITY_FACTOR = 1.25  # of ranks of data-aware groups, unless the configuration says otherwise
-NEAR = 0.05  # orders that 'auto' times with reductions of gradients take at most so much longer than the best one
-MOST_NEAR = 5
+# 'auto' times the reductions of gradients of so many orders that take at most this share longer than the best one.
+MOST_NEAR, NEAR = 5, 0.05
 LONGER = 4  # programs of more microbatches than schedule.microbatches, at most
 Placement = Sequence[Sequence[int]]
 
@@ -129,7 +129,7 @@ def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches
 def _order_costs(
     config: RunConfig, model: ModelSpec, device: str, layers: Sequence[LayerRange], placement: Placement
 ) -> Costs:
-    """Without slices of sequences, and without what a layer of units recomputes or offloads."""
+    """Those of stages or units that neither slice sequences nor recompute or offload anything."""
     rates = rates_for(config.cluster, device)
     piece = first_piece(config, device, 1, fp8_spec(config, model, rates))._replace(cp_method="ring")
     return guess_costs(model, layers, placement, piece, rates, zero=config.zero.stage, lora=config.lora_spec)
