@@ -88,12 +88,8 @@ def _completed(candidate: Candidate[Pipeline]) -> Pipeline:
 
 def _list_schedule(pipeline: Pipeline, backward_first: bool, eager_weight: bool) -> Candidate[Pipeline]:
     """List scheduling: a free rank runs what has arrived. Better than rounds if stages differ or the limit is low."""
-    events, clock, costs, last = (
-        [(0, rank) for rank in range(pipeline.ranks)],
-        pipeline.clock,
-        pipeline.costs,
-        pipeline.ranks - 1,
-    )
+    events = [(0, rank) for rank in range(pipeline.ranks)]
+    clock, costs, last = pipeline.clock, pipeline.costs, pipeline.ranks - 1
     for number in count(1):
         if not events:
             return pipeline

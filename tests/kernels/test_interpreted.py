@@ -25,7 +25,7 @@ from pentad.kernels.backend import IGNORE_INDEX
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.kernels.embedding_wgrad import accumulate_embedding_gradient_
 from pentad.kernels.glu import Activation, glu, glu_backward
-from pentad.kernels.heads.qk_norm import norm_and_rotate_, norm_and_rotate_backward_
+from pentad.kernels.heads.qk_norm_rope import norm_and_rotate_, norm_and_rotate_backward_
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
 from pentad.kernels.moe.moe_permute import gather_rows, sum_rows, weighted_glu, weighted_glu_backward
 from pentad.kernels.optimizer import adamw_triton, add_shards_triton, muon_triton, param_remainders_triton

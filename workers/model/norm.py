@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pentad.kernels.attention.rope import rope_
 from pentad.kernels.backend import accumulation_dtype
-from pentad.kernels.heads.qk_norm import norm_and_rotate_, norm_and_rotate_backward_
+from pentad.kernels.heads.qk_norm_rope import norm_and_rotate_, norm_and_rotate_backward_
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.linear.weight_grad import AddWgrad, Param, Params, Wgrad

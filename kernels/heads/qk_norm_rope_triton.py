@@ -85,7 +85,7 @@ def _backward(
 def norm_and_rotate_(
     x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Launches the kernel; see `pentad.kernels.heads.qk_norm.norm_and_rotate_`."""
+    """Launches the kernel; see `pentad.kernels.heads.qk_norm_rope.norm_and_rotate_`."""
     _, heads, width = x.shape
     count, half, block, rows = _sizes(x, cos)
     kept = torch.empty(count, width, dtype=x.dtype, device=x.device)
@@ -100,7 +100,8 @@ def norm_and_rotate_(
 def norm_and_rotate_backward_(
     dx: Tensor, rows: Tensor, weight: Tensor, rstd: Tensor, cos: Tensor, sin: Tensor, offset: float = 0.0
 ) -> Tensor:
-    """Launches the kernel, and sums its partial rows; see `pentad.kernels.heads.qk_norm.norm_and_rotate_backward_`."""
+    """Launches the kernel, and sums its partial rows; see `norm_and_rotate_backward_` of
+    `pentad.kernels.heads.qk_norm_rope`."""
     _, heads, width = dx.shape
     count, half, block, held = _sizes(dx, cos)
     programs = min(PROGRAMS, ceil_div(count, held))

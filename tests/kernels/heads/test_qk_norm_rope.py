@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pentad.kernels.attention.rope import rope_
 from pentad.kernels.attention.rope_tables import rope_tables
-from pentad.kernels.heads.qk_norm import norm_and_rotate_, norm_and_rotate_backward_
+from pentad.kernels.heads.qk_norm_rope import norm_and_rotate_, norm_and_rotate_backward_
 from pentad.kernels.rms_norm import rms_norm
 
 # Tokens, positions, heads, head dim: a tile and its rest, sequences, a single head, halves that are no power of two.
@@ -57,7 +57,7 @@ def both(x: Tensor, weight: Tensor, dx: Tensor, cos: Tensor, sin: Tensor, norm: 
 def test_the_kernels_in_triton(
     shape: tuple[int, int, int, int], programs: int, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triton = pytest.importorskip("pentad.kernels.heads.qk_norm_triton")
+    triton = pytest.importorskip("pentad.kernels.heads.qk_norm_rope_triton")
     monkeypatch.setattr(triton, "PROGRAMS", programs)
     x, weight, dx = operands(shape, "cpu", dtype)
     angles, wide = (
