@@ -110,9 +110,9 @@ def train(
     if changed is not config:
         config, plan = changed, with_inputs_of(first_plan(changed), plan)
     if done := _finished_steps(config, plan):
-        steps = f"its run.steps = {config.run.steps}"
-        more = f"{done} steps, more than {steps}: nothing is left to do"
-        display.note(f"the run has already completed {steps if done == config.run.steps else more}")
+        asked = f"its run.steps = {config.run.steps}"
+        more = f"{done} steps, more than {asked}: nothing is left to do"
+        display.note(f"the run has already completed {asked if done == config.run.steps else more}")
         return summary(config, done)
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
