@@ -112,7 +112,7 @@ def _rates_for(section: ClusterSection, device: str) -> Rates:
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
 FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
 # Of an H200 in F, B and W, in the dtype of compute and in 8 bits (tests/bench/results/fp8-experts-h200.json).
-EXPERT_FLOPS = ((6.4e14, 6.1e14, 3.9e14), (5.9e14, 6.4e14, 3.6e14))
+EXPERT_FLOPS = ((6.4e14, 6.3e14, 4.5e14), (5.9e14, 6.4e14, 4.1e14))
 
 
 def expert_rows(experts: Experts, tokens: int, mesh: Mesh) -> float:
