@@ -25,7 +25,7 @@ from pentad.schedules.spec.plan import Plan
 RESULTS = [json.loads(path.read_text()) for path in sorted((TESTS / "bench" / "results").glob("meshes-*.json"))]
 UNITS_SINCE = "2026-11-23"  # before, no stage was cut
 HALVES_SINCE = "2026-11-29"  # before, master weights had all their memory, beside the weights in bfloat16
-SPARSE_SINCE = "2026-11-30"  # before, W of the embedding filled a gradient of all its rows
+SPARSE_SINCE = "2026-11-29 22:00"  # before, W of the embedding filled a gradient of all its rows
 COPIES_SINCE = "2026-11-26 18:12"  # before, and in the tree of then, tensor ranks exchanged rows by NCCL
 RUNS = [
     {
