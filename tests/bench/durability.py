@@ -147,14 +147,16 @@ def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
                 noticed = next(row["time"] for row in events if row["event"] == "lost") - at
                 rows.append({"rank": each["rank"], "noticed": noticed, "next_step": first["time"] - at, **facts})
                 print(json.dumps(rows[-1]), flush=True)
-            plain = median(row["step_seconds"] for row in _metrics(run)[2:])
+            seconds = [round(row["step_seconds"], 3) for row in _metrics(run)]
+            plain = median(seconds[2:])
         finally:
             driver.send_signal(signal.SIGTERM)
             try:
                 driver.wait(60)
             except subprocess.TimeoutExpired:
                 driver.kill()
-    return {"next_step": [row["next_step"] for row in rows], "step_seconds": plain, "rows": rows}
+    found = {"next_step": [row["next_step"] for row in rows], "step_seconds": plain, "seconds_of_steps": seconds}
+    return found | {"rows": rows}
 
 
 def _wait(driver: subprocess.Popen[bytes], printed: Path, holds: Callable[[], object]) -> None:
