@@ -1,4 +1,5 @@
-"""Trains configurations on meshes of one host without Ray: losses, tokens/s, planned and measured memory.
+"""Trains configurations on meshes of one host without Ray: losses, tokens/s, planned and measured memory, and the step
+and its bubble as simulated with the costs of the same steps.
 
 PYTHONPATH=.typings:tests/support python tests/bench/meshes.py --out OUT deploy/jobs/llama-8b.yaml mesh.tp=4 -- \\
     deploy/jobs/llama-8b.yaml mesh.tp=1 mesh.pp=4 schedule.name=zb-h2
@@ -21,8 +22,11 @@ from record import stamp, write
 
 from pentad.orchestrator.api.plans import Device, planned
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.planning.estimate import memory, mfu
+from pentad.orchestrator.planning.estimate import memory, mfu, step_seconds
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.read_costs import read_costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
 
 WARMUP = 4  # steps that are not timed
@@ -91,6 +95,7 @@ def summarize(plan: Plan, answers: list[Any], warmup: int = WARMUP) -> dict[str,
         "host_seconds": round(max(statistics.median(its[step].host_seconds for step in timed) for its in results), 4),
         "tokens_per_second_per_gpu": round(tokens_per_second / plan.mesh.size, 1),
         "mfu": mfu(tokens_per_second, plan, devices[0]),
+        **simulated(plan, [tuple(span for its in results for span in its[step].spans) for step in timed]),
         "peak_gib": round(peaks[fullest] / 2**30, 2),
         "used_gib": round(max(used) / 2**30, 2),
         "planned_gib": round(planned[fullest] / 2**30, 2),
@@ -100,6 +105,18 @@ def summarize(plan: Plan, answers: list[Any], warmup: int = WARMUP) -> dict[str,
         "losses": [round(loss, 5) for loss in losses],
         "norms": [float(f"{result.grad_norm:.5g}") for result in results[0]],
     }
+
+
+def simulated(plan: Plan, steps: list[tuple[Span, ...]]) -> dict[str, float]:
+    """The seconds of a step, and the share of its time that ranks do not compute, with the costs of these steps, and
+    that share as it was."""
+    costs = read_costs(plan.program, Timeline("measured", tuple(span for step in steps for span in step)))
+    if costs is None:
+        return {}
+    timeline = simulate(plan.program, costs)
+    measured = statistics.median(Timeline("measured", step).bubble().makespan for step in steps)
+    found = {"simulated_seconds": step_seconds(timeline), "bubble_simulated": timeline.bubble().makespan}
+    return {key: round(value, 4) for key, value in (found | {"bubble_measured": measured}).items()}
 
 
 if __name__ == "__main__":
