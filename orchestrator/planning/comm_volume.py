@@ -254,7 +254,7 @@ def _add_expert_parallel(found: CommVolume, hidden: int, experts: Experts, piece
     all tokens; on a CPU those it has experts for, here as many as even routing gives."""
     ep, slots = piece.mesh.ep, piece.expert_slots
     is_gathered = piece.device == "cuda" and not slots
-    share = 1.0 if is_gathered else routed_share(experts.num_experts, experts.top_k, experts.num_experts // ep)
+    share = 1.0 if is_gathered else routed_share(experts, ep)
     tokens = (ep - 1) * slots if slots else round(piece.tokens * (ep - 1) * share)
     weights = experts.top_k * (piece.wide if phase == "B" else 2 * (INDEX if piece.dtype == "float64" else 4))
     kinds = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all", "all_to_all")

@@ -223,8 +223,7 @@ def slots_for(config: RunConfig, mesh: Mesh, device: str, tokens: int) -> int:
     by_default = device == "cuda" and mesh.ep > on_host and not found
     if experts is None or mesh.ep == 1 or (capacity is None and not by_default):
         return 0
-    share = routed_share(experts.num_experts, experts.top_k, experts.num_experts // mesh.ep)
-    return expert_slots(share, tokens, capacity, on_host)
+    return expert_slots(routed_share(experts, mesh.ep), tokens, capacity, on_host)
 
 
 def logit_rows(config: RunConfig, mesh: Mesh, dtype: str) -> int:

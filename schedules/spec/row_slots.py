@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 
 from pentad.schedules.spec.mesh import Axis
-from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.plan import ALIGNMENT, Plan
 
 # By axis whose ranks exchange rows inside layers: two exchanges in flight, and the next. One where sequences are long:
@@ -66,9 +69,32 @@ def expert_slots(share: float, tokens: int, capacity: float | None, on_host: int
     return 0 if capacity is None and slots * on_host > LARGEST_SHARE * tokens else min(tokens, slots)
 
 
-def routed_share(num_experts: int, top_k: int, local: int) -> float:
-    """The share of tokens that at least one of `local` experts gets, with even routing."""
-    none = 1.0
-    for drawn in range(top_k):
-        none *= max(0, num_experts - local - drawn) / (num_experts - drawn)
-    return 1 - none
+@cache
+def routed_share(experts: Experts, ep: int) -> float:
+    """The share of tokens that at least one expert of a rank gets, with even routing, where `ep` ranks have as many
+    experts each: any `topk_groups` of the groups are as likely as any others, and in them any `top_k` experts."""
+    size, local = experts.num_experts // experts.num_groups, experts.num_experts // ep
+    allowed, chosen = experts.topk_groups * size, experts.top_k
+    ranks = Counter(_local_experts(rank * local, local, size, experts.num_groups) for rank in range(ep))
+    missed = 0.0  # ranks that a token does not visit
+    for in_groups, count in ranks.items():
+        ways = _sums_of(in_groups, experts.topk_groups)
+        none = sum(number * math.comb(allowed - here, chosen) for here, number in ways.items())
+        missed += count * none / (sum(ways.values()) * math.comb(allowed, chosen))
+    return 1 - missed / ep
+
+
+def _local_experts(first: int, count: int, size: int, groups: int) -> tuple[int, ...]:
+    """How many of the `count` experts from `first` on each group of this size has, in ascending order."""
+    ends = ((size * group, size * (group + 1)) for group in range(groups))
+    return tuple(sorted(max(0, min(first + count, end) - max(first, start)) for start, end in ends))
+
+
+def _sums_of(values: Sequence[int], chosen: int) -> Counter[int]:
+    """How often each sum occurs among all choices of so many of the values."""
+    found = [Counter({0: 1}), *(Counter[int]() for _ in range(chosen))]  # by the number chosen so far
+    for value in values:
+        for number in range(chosen, 0, -1):
+            for total, ways in found[number - 1].items():
+                found[number][total + value] += ways
+    return found[chosen]

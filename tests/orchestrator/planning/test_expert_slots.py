@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import comb
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from pentad.orchestrator.planning.comm_volume import comm_volume
 from pentad.orchestrator.planning.estimate import memory, simulated_seconds
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.model import Experts
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.row_slots import expert_slots, routed_share
 
@@ -45,11 +46,27 @@ def test_ranks_have_slots_by_default_where_fewer_rows_then_leave_hosts(ep, more,
     assert plan_of(*more, *words, ep=ep, device=device).expert_slots == slots
 
 
-@pytest.mark.parametrize(("experts", "top_k", "ep"), [(128, 8, 32), (64, 6, 8), (8, 2, 4), (4, 4, 2)])
-def test_the_share_of_tokens_that_a_rank_gets_is_that_of_all_choices(experts, top_k, ep):
-    """The chosen experts are a subset of size K: none is local with C(E - local, K) / C(E, K)."""
-    local = experts // ep
-    assert routed_share(experts, top_k, local) == pytest.approx(1 - comb(experts - local, top_k) / comb(experts, top_k))
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "ep", "groups", "topk_groups"),
+    [
+        (12, 3, 4, 1, 1),
+        (8, 2, 4, 1, 1),
+        (4, 4, 2, 1, 1),
+        (12, 3, 6, 4, 2),
+        (12, 4, 2, 4, 3),
+        (12, 3, 3, 2, 1),
+        (12, 2, 4, 6, 4),
+    ],
+)
+def test_the_share_of_tokens_that_a_rank_gets_is_that_of_all_choices(num_experts, top_k, ep, groups, topk_groups):
+    """Also where a rank has experts of several groups, or parts of groups."""
+    experts, size = Experts(num_experts, top_k, 1, num_groups=groups, topk_groups=topk_groups), num_experts // groups
+    visits = [
+        len({each * ep // num_experts for each in chosen}) / ep
+        for some in combinations(range(groups), topk_groups)
+        for chosen in combinations([each for each in range(num_experts) if each // size in some], top_k)
+    ]
+    assert routed_share(experts, ep) == pytest.approx(sum(visits) / len(visits))
     assert expert_slots(1.0, 100, 3.0) == 100  # never more than all tokens
 
 
