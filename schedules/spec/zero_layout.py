@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
-from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
+from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan, aligned_part
 from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, gathered_in_8_bits
 
 INBOX_ELEMENTS = 2**25  # of gradients on their way between peers, or in bfloat16 between any ranks, at most
@@ -137,10 +137,11 @@ def pool_sizes(
 
 
 def inbox_elements(plan: Plan, rank: int) -> int:
-    """Elements of the memory of a rank in which the gradients of its peers arrive to be added."""
+    """Elements of the memory of a rank in whose halves the gradients of its peers arrive to be added."""
     if plan.transport_along("dp") != "peer":
         return 0
-    arriving = ((plan.num_zero_shards(shard) - 1) * plan.zero_shard_size(shard) for shard in plan.param_shards_of(rank))
+    shards = plan.param_shards_of(rank)
+    arriving = ((plan.num_zero_shards(each) - 1) * max(2 * ALIGNMENT, plan.zero_shard_size(each)) for each in shards)
     return min(INBOX_ELEMENTS, max(arriving))
 
 

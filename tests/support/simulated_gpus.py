@@ -87,6 +87,31 @@ class SimulatedFlags:
         return self.values[flag] & bit != 0
 
 
+class SimulatedLane:
+    """A lane and its events; same interface as `CudaLane`."""
+
+    def __init__(self, lanes: Lanes, lane: Lane) -> None:
+        self.lanes, self.handle = lanes, lane
+
+    def follow(self) -> None:
+        before = SimulatedEvent(self.lanes)
+        with self.lanes.moved_to(self.handle):
+            before.wait()
+
+    def end(self) -> SimulatedEvent:
+        with self.lanes.moved_to(self.handle):
+            return SimulatedEvent(self.lanes)
+
+
+class SimulatedEvent:
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes, self.passed = lanes, False
+        lanes.enqueue(lambda: setattr(self, "passed", True))
+
+    def wait(self) -> None:
+        self.lanes.enqueue(ready=lambda: self.passed)
+
+
 class SimulatedMemory:
     """Tensors of all ranks by name; same interface as `PeerMemory`."""
 

@@ -41,6 +41,7 @@ from pentad.workers.runtime.executor import Executor
 from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep, StepContext
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport import p2p_ipc, peer_collectives, peer_rows
+from pentad.workers.transport.copy_lane import CudaLane
 from pentad.workers.transport.first_launches import launch_reductions
 from pentad.workers.transport.group_collectives import GroupCollectives
 from pentad.workers.transport.norm_reducer import NormReducer
@@ -48,7 +49,7 @@ from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 from pentad.workers.transport.peer_collectives import PeerCollectives
 from pentad.workers.transport.peer_memory import PeerMemory
-from pentad.workers.transport.peer_rows import CudaLane, PeerRows
+from pentad.workers.transport.peer_rows import PeerRows
 from pentad.workers.transport.stream_flags import StreamFlags
 
 SWITCH_SECONDS = 2e-4
@@ -188,7 +189,8 @@ def make_collectives(
     if outbox.numel():
         shared[peer_collectives.OUTBOX] = outbox
     memory = PeerMemory(store, "zero", rank, shared, peer_collectives.peers_of(plan, rank))
-    return PeerCollectives(plan, rank, flags, memory, inbox, outbox)
+    lane = CudaLane(stream_of(gradient.device, "reductions"))
+    return PeerCollectives(plan, rank, flags, memory, lane, inbox, outbox)
 
 
 def make_optimizer_step(

@@ -3,15 +3,15 @@
 Every rank reads what it needs from the memory of its peers, and flags in host memory say when it may. Weights may be
 read from one update to the next, so an ALL_GATHER waits for no other rank's ALL_GATHER. In a REDUCE_SCATTER each
 holder announces that its gradients are complete, adds the others' parts of its shard in the order of ranks, and leaves
-its gradients alone until all have read them. In bfloat16 it does so chunk by chunk: it rounds one into its outbox,
-where the others read it (the sums are those of workers/transport/bf16_reduction.py). An update waits for nothing more:
-it needs the sums of its shard, which have the gradients of every holder, and so come after each one's last ALL_GATHER
-of the step.
+its gradients alone until all have read them; while it adds some elements, a lane reads the next. In bfloat16 it does so
+chunk by chunk: it rounds one into its outbox, where the others read it (the sums are those of
+workers/transport/bf16_reduction.py). An update waits for nothing more: it needs the sums of its shard, which have the
+gradients of every holder, and so come after each one's last ALL_GATHER of the step.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
 from pentad.workers.parallel.async_ops import Arrival
 from pentad.workers.transport.bf16_reduction import chunks
+from pentad.workers.transport.copy_lane import Lane
 
 OUTBOX = "outbox"  # under which ranks share theirs
 
@@ -46,12 +47,13 @@ class PeerCollectives:
     """Collectives of one rank; same interface as `GroupCollectives`."""
 
     def __init__(
-        self, plan: Plan, rank: int, flags: Flags, memory: Memory, inbox: torch.Tensor, outbox: torch.Tensor
+        self, plan: Plan, rank: int, flags: Flags, memory: Memory, lane: Lane, inbox: torch.Tensor, outbox: torch.Tensor
     ) -> None:
-        """`inbox` [elements], in the dtype of gradients, is where parts of other ranks arrive. They read this
-        rank's in bfloat16 from its `outbox` [elements], into an inbox of that dtype, or if it is empty where they
+        """`inbox` [elements], in the dtype of gradients, is where parts of other ranks arrive, on `lane`. They read
+        this rank's in bfloat16 from its `outbox` [elements], into an inbox of that dtype, or if it is empty where they
         were added up."""
-        self.rank, self.flags, self.memory, self.inbox, self.outbox = rank, flags, memory, inbox, outbox
+        self.rank, self.flags, self.memory, self.lane = rank, flags, memory, lane
+        self.inbox, self.outbox = inbox, outbox
         self.holders, self.peers = _holders(plan, rank), peers_of(plan, rank)
         self.updates, self.awaited = 0, 0  # of the weights; those that the gathers have waited for
         self.sums: Counter[ParamShard] = Counter()  # that were added so far
@@ -106,13 +108,24 @@ class PeerCollectives:
         own, others = holders.index(self.rank), [holder for holder in holders if holder != self.rank]
         self.sums[shard] += 1
         self._announce("complete", shard, others)
-        slots = self._slots(len(others))
-        for start in range(0, size, slots.shape[1]):
-            end = min(size, start + slots.shape[1])
-            arrived = slots[:, : end - start]
+        halves, arriving = self._halves(len(others)), deque[tuple[slice, torch.Tensor, Arrival]]()
+
+        def add_next() -> None:
+            columns, arrived, end = arriving.popleft()
+            end.wait()
+            add_shards_(part[columns], terms[own, columns], arrived, own, accumulate=accumulate)
+
+        for number, columns in enumerate(chunks(size, halves.shape[2])):
+            if number >= len(halves):
+                add_next()
+            arrived = halves[number % len(halves), :, : columns.stop - columns.start]
+            self.lane.follow()
             for index in (*range(own, len(others)), *range(own)):  # as when weights are gathered
-                self.memory.read(others[index], name, first + own * size + start, arrived[index])
-            add_shards_(part[start:end], terms[own, start:end], arrived, own, accumulate=accumulate)
+                start = first + own * size + columns.start
+                self.memory.read(others[index], name, start, arrived[index], self.lane.handle)
+            arriving.append((columns, arrived, self.lane.end()))
+        while arriving:
+            add_next()
         self._announce("read", shard, others)
 
     def after_update(self) -> None:
@@ -124,10 +137,10 @@ class PeerCollectives:
         """Call after this rank's last copy is done."""
         self.memory.close()
 
-    def _slots(self, count: int) -> torch.Tensor:
-        """The inbox as [count, elements]."""
-        size = self.inbox.numel() // count // ALIGNMENT * ALIGNMENT
-        return self.inbox[: count * size].view(count, size)
+    def _halves(self, count: int) -> torch.Tensor:
+        """The inbox as [2, count, elements]."""
+        size = self.inbox.numel() // (2 * count) // ALIGNMENT * ALIGNMENT
+        return self.inbox[: 2 * count * size].view(2, count, size)
 
     def _announce(self, event: str, shard: ParamShard, others: list[int]) -> None:
         """Tells the other holders of this rank's event of this sum, and waits for theirs."""

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from itertools import cycle
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from pentad.schedules.spec.mesh import LAYER_AXES, Axis
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.row_slots import ROW_SLOTS, row_slot_elements
 from pentad.workers.parallel.async_ops import Arrival
+from pentad.workers.transport.copy_lane import Lane
 from pentad.workers.transport.peer_collectives import Memory
-from pentad.workers.transport.stream_flags import FlagWait, FlagWrite, check_driver, handle_of
+from pentad.workers.transport.stream_flags import FlagWait, FlagWrite
 
 TAKEN, SHARED, READ = 0, 1, 2  # values of a flag; of a released one, which has every bit, no wait waits
-EVENTS = 64  # far more than exchanges are in flight
 MOST_VIEWS = 256  # of slots that are kept: a model has few shapes, uneven sequences any number
 
 
@@ -38,20 +36,6 @@ class FlagBatches(Protocol):
     def batch(self, steps: Sequence[FlagWrite | FlagWait]) -> Any: ...
 
     def run(self, batch: Any, stream: Any = None) -> None: ...
-
-
-class Lane(Protocol):
-    """A stream beside compute, known as `handle` to flags and memory."""
-
-    handle: Any
-
-    def follow(self) -> None:
-        """Makes the lane wait for what the current stream has been given so far."""
-        ...
-
-    def end(self) -> Arrival:
-        """Everything that the lane has been given so far."""
-        ...
 
 
 class PeerRows:
@@ -146,40 +130,6 @@ class PeerRows:
     def close(self) -> None:
         """Call after this rank's last copy is done."""
         self.memory.close()
-
-
-class CudaLane:
-    """The lane of a stream. Its events are used again and again: long before, someone has waited for them. They are the
-    driver's own, which take streams by their handles."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        from cuda.bindings import driver
-
-        self.driver, self.stream, self.handle = driver, stream, int(stream.cuda_stream)
-        self.events = cycle([self._new_event() for _ in range(EVENTS)])
-
-    def follow(self) -> None:
-        event = next(self.events)
-        check_driver(self.driver.cuEventRecord(event, handle_of(None)))
-        check_driver(self.driver.cuStreamWaitEvent(self.handle, event, 0))
-
-    def end(self) -> Arrival:
-        event = next(self.events)
-        check_driver(self.driver.cuEventRecord(event, self.handle))
-        return _LaneEnd(self.driver, event)
-
-    def _new_event(self) -> Any:
-        result = self.driver.cuEventCreate(self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        check_driver(result)
-        return result[1]
-
-
-class _LaneEnd(NamedTuple):
-    driver: Any
-    event: Any
-
-    def wait(self) -> None:
-        check_driver(self.driver.cuStreamWaitEvent(handle_of(None), self.event, 0))
 
 
 def axes_of(plan: Plan) -> list[Axis]:

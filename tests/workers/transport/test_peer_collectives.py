@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from bf16_sums import sum_of_reductions
 from plans import plan_of
-from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedMemory, run_in_some_order
+from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedLane, SimulatedMemory, run_in_some_order
 
 from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, instructions_of
@@ -112,9 +113,10 @@ class Rank:
 
     def connect(self, flags: SimulatedFlags, memory: SimulatedMemory) -> None:
         dtype = torch.bfloat16 if self.plan.bf16_reduce else torch.float64
-        inbox = torch.full((ALIGNMENT * max(1, self.plan.mesh.size - 1),), torch.nan, dtype=dtype)
+        inbox = torch.full((2 * ALIGNMENT * max(1, self.plan.mesh.size - 1),), torch.nan, dtype=dtype)
         self.flags = flags
-        self.collectives = PeerCollectives(self.plan, self.rank, flags, memory, inbox, self.outbox)
+        lane = SimulatedLane(self.lanes, (self.rank, "reductions"))
+        self.collectives = PeerCollectives(self.plan, self.rank, flags, memory, lane, inbox, self.outbox)
         for shard, each in self.parameters.items():
             each.compute.copy_(self._own(self.expected.weights(shard, 0)[None], shard))
 
@@ -216,7 +218,7 @@ def run(plan: Plan, seed: int, ignored: str = "") -> list[torch.Tensor]:
     lanes, expected = Lanes(), Expected(plan)
     ranks = [Rank(plan, rank, lanes, expected) for rank in range(plan.mesh.size)]
     flags = SimulatedFlags(lanes, ignored)
-    memory = SimulatedMemory({each.rank: each.shared() for each in ranks})
+    memory = SimulatedMemory({each.rank: each.shared() for each in ranks}, lanes)
     for each in ranks:
         each.connect(flags, memory)
 
@@ -269,6 +271,17 @@ def test_no_wait_can_be_left_out(event: str, case: Case, zero: int, bf16: bool) 
     plan = plan_with(case, zero, bf16=bf16)
     with pytest.raises(AssertionError, match=r"(of|in) step"):
         list(map(partial(run, plan, ignored=event), range(20)))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("wait", ["follow", "end"])
+def test_reads_wait_for_sums_and_sums_for_reads(wait: str, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where either does not, some order of what is left gives other sums."""
+    monkeypatch.setattr(SimulatedLane, wait, lambda self: SimpleNamespace(wait=lambda: None))
+    plan = plan_with(CASES[1], 2, bf16=bf16)
+    with pytest.raises(AssertionError, match="in step"):
+        list(map(partial(run, plan), range(20)))
 
 
 def _check(found: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = 0.0) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 import torch
 from host_copies import EagerLane
-from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedMemory, run_in_some_order
+from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedLane, SimulatedMemory, run_in_some_order
 
 from pentad.schedules.spec.mesh import Axis
 from pentad.workers.parallel import tensor_parallel
@@ -35,29 +35,8 @@ class Exchange(NamedTuple):
     in_flight: int  # at most, itself included if there are others
 
 
-class SimulatedLane:
-    """The lane 'rows' of a rank, and its events."""
-
-    def __init__(self, lanes: Lanes, rank: int) -> None:
-        self.lanes, self.handle = lanes, (rank, "rows")
-
-    def follow(self) -> None:
-        before = SimulatedEvent(self.lanes)
-        with self.lanes.moved_to(self.handle):
-            before.wait()
-
-    def end(self) -> SimulatedEvent:
-        with self.lanes.moved_to(self.handle):
-            return SimulatedEvent(self.lanes)
-
-
-class SimulatedEvent:
-    def __init__(self, lanes: Lanes) -> None:
-        self.lanes, self.passed = lanes, False
-        lanes.enqueue(lambda: setattr(self, "passed", True))
-
-    def wait(self) -> None:
-        self.lanes.enqueue(ready=lambda: self.passed)
+def lane_of(lanes: Lanes, rank: int) -> SimulatedLane:
+    return SimulatedLane(lanes, (rank, "rows"))
 
 
 def flags_of(ranks: range, count: int = SLOTS) -> dict[Hashable, int]:
@@ -123,7 +102,7 @@ def test_in_every_order_ranks_get_what_their_peers_shared(count: int, num_slots:
     slots, memory = memory_of(ranks, lanes, num_slots)
     hosts = []
     for rank in ranks:
-        rows = PeerRows(AXIS, ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
+        rows = PeerRows(AXIS, ranks, rank, flags, memory, slots[rank].view(torch.uint8), lane_of(lanes, rank))
         hosts.append(host(rank, ranks, lanes, rows, plan))
     run_in_some_order(lanes, hosts, random)
 
@@ -135,7 +114,7 @@ def test_the_orders_tell_exchanges_that_ignore_a_flag(ignored: int) -> None:
         flags, (slots, memory) = SimulatedFlags(lanes, ignored, flags_of(ranks)), memory_of(ranks, lanes)
         hosts = []
         for rank in ranks:
-            rows = PeerRows(AXIS, ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
+            rows = PeerRows(AXIS, ranks, rank, flags, memory, slots[rank].view(torch.uint8), lane_of(lanes, rank))
             hosts.append(host(rank, ranks, lanes, rows, [Exchange(ELEMENTS, "part", 4)] * EXCHANGES))
         try:
             run_in_some_order(lanes, hosts, random)
@@ -256,7 +235,7 @@ def test_no_two_ranks_read_the_same_one_at_the_same_time() -> None:
     found = []
     for rank in ranks:
         reads = LoggedReads(memory)
-        rows = PeerRows(AXIS, ranks, rank, flags, reads, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
+        rows = PeerRows(AXIS, ranks, rank, flags, reads, slots[rank].view(torch.uint8), lane_of(lanes, rank))
         own = torch.zeros(ELEMENTS, dtype=torch.float64)
         rows.gather(own, own.new_empty(len(ranks), ELEMENTS), keep=False)
         found.append(reads.peers)
