@@ -29,16 +29,26 @@ def rms_norm(
 
 @triton_on_gpu
 def rms_norm_backward(
-    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, offset: float = 0.0
+    dy: Tensor,
+    summed: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dresidual: Tensor | None = None,
+    offset: float = 0.0,
+    again: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm`: (dx [T, H] with respect to `summed`, dweight [H] in the dtype of rstd).
 
-    `dresidual` [T, H], the gradient of `summed` along the residual stream, is added to dx in the same pass. dweight is
-    summed over tokens in a fixed order, so two runs are bit-equal.
+    `dresidual` [T, H], the gradient of `summed` along the residual stream, is added to dx in the same pass, which also
+    writes the y [T, H] of `rms_norm` to `again`, with the same bits. dweight is summed over tokens in a fixed order, so
+    two runs are bit-equal.
     """
     wide = dy.to(rstd.dtype)
     normed = summed.to(rstd.dtype) * rstd[:, None]
-    g = wide * (weight.to(rstd.dtype) + offset)
+    scale = weight.to(rstd.dtype) + offset
+    if again is not None:
+        again.copy_(normed * scale)
+    g = wide * scale
     dx = rstd[:, None] * (g - normed * (g * normed).mean(-1, keepdim=True))
     if dresidual is not None:
         dx = dx + dresidual

@@ -54,9 +54,9 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy, summed, weight, rstd, dresidual, dx, partial, T,
-    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-    STAGES: tl.constexpr,
+    dy, summed, weight, rstd, dresidual, dx, y, partial, T,
+    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, AGAIN: tl.constexpr,
+    OFFSET: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -69,6 +69,8 @@ def _backward(
         r = tl.load(rstd + rows, mask=rows < T, other=0.0)[:, None]
         d = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
         normed = tl.load(summed + offsets, mask=mask, other=0.0).to(tl.float32) * r
+        if AGAIN:
+            tl.store(y + offsets, (normed * w[None, :]).to(y.dtype.element_ty), mask=mask)
         dw += d * normed
         g = d * w[None, :]
         g = r * (g - normed * (tl.sum(g * normed, axis=1)[:, None] / H))
@@ -114,7 +116,13 @@ def rms_norm(
 
 
 def rms_norm_backward(
-    dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, offset: float = 0.0
+    dy: Tensor,
+    summed: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dresidual: Tensor | None = None,
+    offset: float = 0.0,
+    again: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launches the backward kernel and the sum of its partial rows; see `pentad.kernels.rms_norm.rms_norm_backward`."""
     tokens, width = dy.shape
@@ -125,9 +133,9 @@ def rms_norm_backward(
     partial = torch.empty(programs, width, dtype=torch.float32, device=dy.device)
     dweight = torch.empty(width, dtype=torch.float32, device=dy.device)
     _backward[(programs,)](
-        dy, summed, weight, rstd, dresidual, dx, partial, tokens,
-        H=width, ROWS=rows, BLOCK=block, ADD=dresidual is not None, OFFSET=offset, STAGES=stages,
-        num_warps=warps,
+        dy, summed, weight, rstd, dresidual, dx, again, partial, tokens,
+        H=width, ROWS=rows, BLOCK=block, ADD=dresidual is not None, AGAIN=again is not None, OFFSET=offset,
+        STAGES=stages, num_warps=warps,
     )  # fmt: skip
     _sum_rows[(ceil_div(width, 32),)](partial, dweight, programs, width, ROWS=64, BLOCK=32, num_warps=4)
     return dx, dweight

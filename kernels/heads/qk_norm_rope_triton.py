@@ -10,7 +10,7 @@ from pentad.kernels.rms_norm_triton import PROGRAMS, _sum_rows
 
 TILE = 2048  # pairs that a program holds at once
 # The backward pass keeps more tensors in registers; its programs are few, and fetch the next heads while they work.
-WARPS, BACKWARD_WARPS, STAGES = 4, 8, 2
+WARPS, BACKWARD_WARPS, STAGES = 4, 8, 3
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import pytest
 from bits import same_bits
 from exactness import assert_equals_one_process
 from gpus import RANKS_A_GPU, on_gpu, two_gpus
-from plans import plan_on_mesh
+from plans import SHALLOW, plan_on_mesh
 from small_models import FAMILIES, GEMMA, HEADS, MOE, WIDE, WIDE_MOE
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -69,10 +69,11 @@ def test_tokens_in_slots_equal_one_process(gpus, corpus, name, sizes, slots, tra
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
-@pytest.mark.parametrize("name", ["1f1b", "dualpipev"])
-def test_products_that_overlap_with_their_messages_equal_one_process(gpus, corpus, name, transport):
-    plan = plan_on_mesh(corpus, name, {"tp": 2})
-    long = replace(plan.batch, sequence_length=SPLIT_ROWS)  # of two sequences a microbatch a rank has this many rows
+@pytest.mark.parametrize(("name", "tp"), [("1f1b", 2), ("1f1b", 4), ("dualpipev", 2)])
+def test_products_that_overlap_with_their_messages_equal_one_process(gpus, corpus, name, tp, transport):
+    plan = plan_on_mesh(corpus, name, {"tp": tp}, model=SHALLOW)
+    # a sequence of this length for each rank
+    long = replace(plan.batch, global_batch_size=tp * plan.batch.microbatches, sequence_length=SPLIT_ROWS)
     assert_equals_one_process(gpus, on_gpu(replace(plan, batch=long), transport, dtype="float64"))
 
 

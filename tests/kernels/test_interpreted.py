@@ -65,7 +65,9 @@ def test_rms_norm(rows: int, width: int, offset: float, fused: bool, dtype: torc
     r, d = (residual, dsummed) if fused else (None, None)
     y, summed, rstd = rms_norm_triton.rms_norm(x, weight, 1e-5, r, offset)
     y64, summed64, rstd64 = rms_norm(x.double(), weight.double(), 1e-5, None if r is None else r.double(), offset)
-    found = rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, d, offset)
+    again = torch.empty_like(y) if fused else None
+    found = rms_norm_triton.rms_norm_backward(dy, summed, weight, rstd, d, offset, again)
+    assert again is None or torch.equal(again, y)
     wide = None if d is None else d.double()
     expected = rms_norm_backward(dy.double(), summed64, weight.double(), rstd64, wide, offset)
     for a, b in zip((y, summed, rstd, *found), (y64, summed64, rstd64, *expected), strict=True):

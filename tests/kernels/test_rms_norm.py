@@ -29,7 +29,9 @@ def test_the_reference_agrees_with_autograd(fused: bool, offset: float) -> None:
     (y * dy).sum().add((summed * dsummed).sum() if fused else 0.0).backward()
 
     found_y, found_sum, rstd = rms_norm(x.detach(), weight.detach(), EPS, residual if fused else None, offset)
-    dx, dweight = rms_norm_backward(dy, found_sum, weight.detach(), rstd, dsummed if fused else None, offset)
+    again = torch.empty_like(found_y)
+    dx, dweight = rms_norm_backward(dy, found_sum, weight.detach(), rstd, dsummed if fused else None, offset, again)
+    assert torch.equal(again, found_y)
     assert x.grad is not None and weight.grad is not None
     for found, expected in ((found_y, y), (found_sum, summed), (dx, x.grad), (dweight, weight.grad)):
         assert found.dtype == torch.float64
@@ -63,7 +65,9 @@ def test_triton_agrees_with_the_reference(rows: int, width: int, dtype: torch.dt
     r = residual if fused else None
     d = dsummed if fused else None
     y, summed, rstd = rms_norm(x, weight, EPS, r)
-    dx, dweight = rms_norm_backward(dy, summed, weight, rstd, d)
+    again = torch.empty_like(y)
+    dx, dweight = rms_norm_backward(dy, summed, weight, rstd, d, again=again)
+    assert torch.equal(again, y)
 
     want_y, want_sum, want_rstd = rms_norm(x.double(), weight.double(), EPS, None if r is None else r.double())
     want_dx, want_dweight = rms_norm_backward(

@@ -97,7 +97,9 @@ class EagerLane:
 
 @cache
 def copy_on_cpus() -> None:
-    """From now on CPU ranks of this process exchange by peer copies where plans say so, and experts as on a GPU."""
+    """From now on CPU ranks of this process exchange by peer copies where plans say so, tp ranks beside products of any
+    number of rows, and experts as on a GPU."""
+    from pentad.workers.parallel import tensor_parallel
     from pentad.workers.runtime import rank_setup, runner
     from pentad.workers.transport import p2p_ipc, stream_flags
 
@@ -106,6 +108,7 @@ def copy_on_cpus() -> None:
     patched.CudaLane, patched.stream_of = lambda _: EagerLane(), lambda *_: None
     patched.PeerMemory = p2p_ipc.PeerMemory = SharedMemory  # type: ignore[misc, assignment]
     stream_flags.handle_of = lambda stream: 0
+    tensor_parallel.SPLIT_ROWS = 1
     of_runner: Any = runner
     connect = of_runner.connect
 

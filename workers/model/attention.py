@@ -94,6 +94,9 @@ class Attention(NamedTuple):
     def caster(self) -> Linear | None:
         return None if self.qkv.casts is None else self.qkv
 
+    def only_w_reads(self, context: LayerContext) -> bool:
+        return context.tp.size == 1 and self.qkv.casts is None and not self.qkv_adapters.adapters
+
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Operand
     ) -> Task[tuple[Tensor, AttentionSaved, None]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pentad.kernels.fp8.fp8_tensor import TILE
@@ -111,14 +112,17 @@ class Residual(NamedTuple):
         if self.post_norm is not None and saved.post_norm is not None:
             dbranch, work = self.post_norm.backward(dy, saved.post_norm)
             norm_work.append(work)
-        x = self.read_again(context, saved, columns=True)
+        again = None
+        if self.norm is not None and self.sublayer.only_w_reads(context):
+            again = torch.empty_like(saved.stream)  # the norm's backward fills it
+        x = self.read_again(context, saved, columns=True) if again is None else again
         dx, sublayer_work = yield from self.sublayer.backward(
             context, sequence, x, saved.sublayer, recomputable, dbranch
         )
         del x
         if self.norm is None or saved.rstd is None:
             return dx + dy, [*sublayer_work, *norm_work]
-        dy, work = self.norm.backward(dx, SavedNorm(saved.stream, saved.rstd), dy)
+        dy, work = self.norm.backward(dx, SavedNorm(saved.stream, saved.rstd), dy, again)
         return dy, [*sublayer_work, *norm_work, work]
 
 

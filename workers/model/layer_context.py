@@ -87,6 +87,9 @@ class Sublayer(Protocol):
         """The product that needs the normed stream in 8 bits alone, so that the norm may cast it; None: the sublayer
         reads it in the compute dtype."""
 
+    def only_w_reads(self, context: LayerContext) -> bool:
+        """Whether `backward` passes x on to W unread, so that x may be filled when it has returned."""
+
     def forward(self, context: LayerContext, sequence: SequenceContext, x: Any) -> Task[tuple[Tensor, Any, Any]]:
         """(result, saved, recomputable) of the normed stream x; result and x are [T / tp, H]."""
 

@@ -82,6 +82,9 @@ class MLA(NamedTuple):
     def caster(self) -> None:
         """The products that make latents read the stream in the compute dtype."""
 
+    def only_w_reads(self, context: LayerContext) -> bool:
+        return False
+
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
     ) -> Task[tuple[Tensor, MLASaved, None]]:

@@ -39,6 +39,9 @@ class MLP(NamedTuple):
     def caster(self) -> Linear | None:
         return None if self.gate_up.casts is None else self.gate_up
 
+    def only_w_reads(self, context: LayerContext) -> bool:
+        return context.tp.size == 1 and self.gate_up.casts is None and not self.gate_up_adapters.adapters
+
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Operand
     ) -> Task[tuple[Tensor, None, Tensor]]:

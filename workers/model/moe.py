@@ -101,6 +101,9 @@ class MoE(NamedTuple):
     def caster(self) -> None:
         """The router multiplies in the compute dtype."""
 
+    def only_w_reads(self, context: LayerContext) -> bool:
+        return False
+
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
     ) -> Task[tuple[Tensor, MoESaved, MoERecomputable]]:

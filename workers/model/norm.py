@@ -58,9 +58,12 @@ class Norm(NamedTuple):
         normed, *saved = rms_norm(x, self.param.weight, self.eps, residual, self.offset)
         return normed, SavedNorm(*saved)
 
-    def backward(self, dy: Tensor, saved: SavedNorm, dresidual: Tensor | None = None) -> tuple[Tensor, AddWgrad]:
-        """(gradient [rows, D] of the input, plus `dresidual`, work for W) from the gradient of the normed rows."""
-        dx, dweight = rms_norm_backward(dy, saved.input, self.param.weight, saved.rstd, dresidual, self.offset)
+    def backward(
+        self, dy: Tensor, saved: SavedNorm, dresidual: Tensor | None = None, again: Tensor | None = None
+    ) -> tuple[Tensor, AddWgrad]:
+        """(gradient [rows, D] of the input, plus `dresidual`, work for W) from the gradient of the normed rows, which
+        are written to `again` [rows, D]."""
+        dx, dweight = rms_norm_backward(dy, saved.input, self.param.weight, saved.rstd, dresidual, self.offset, again)
         return dx, AddWgrad(self.param.gradient, dweight)
 
     def rotated_(self, x: Tensor, cos: Tensor, sin: Tensor) -> SavedNorm:

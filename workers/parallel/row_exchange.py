@@ -36,6 +36,8 @@ class Rows(Protocol):
 
     def read(self, parts: Sequence[tuple[int, int, Tensor]], readers: Sequence[int] | None = None) -> Arrival: ...
 
+    def scatter(self, parts: Sequence[tuple[int, int, Tensor]], write: Callable[[int], object]) -> Arrival: ...
+
     def close(self) -> None: ...
 
 
@@ -67,7 +69,8 @@ class RowGroup:
         slot = self.rows.slot(partial.shape, partial)
         for others in self._others(partial.shape[0]):
             slot[others].copy_(partial[others])
-        arrived, work = self._read_terms(self.rows, slot)
+        arrived, parts = self._terms(slot)
+        work = LayerWork(self.rows.read(parts), self.group)
         return AsyncResult((work,), lambda: self._add(partial[self._own(partial.shape[0])], arrived), arrived, partial)
 
     def all_to_all(self, sent: Tensor) -> AsyncResult[Tensor]:
@@ -121,9 +124,13 @@ class RowGroup:
     def _peers(self) -> list[int]:
         return [index for index in range(self.size) if index != self.rank]
 
+    def _rows_of(self, rank: int, rows: int) -> slice:
+        """A rank's of so many rows."""
+        return slice(rank * rows // self.size, (rank + 1) * rows // self.size)
+
     def _own(self, rows: int) -> slice:
-        """This rank's rows of so many."""
-        return slice(self.rank * rows // self.size, (self.rank + 1) * rows // self.size)
+        """This rank's of so many rows."""
+        return self._rows_of(self.rank, rows)
 
     def _others(self, rows: int) -> list[slice]:
         """All other rows: those before and those after."""
@@ -136,14 +143,12 @@ class RowGroup:
         full = x.new_empty(self.size, *x.shape)
         return full.flatten(0, 1), LayerWork(rows.gather(x, full, keep=keep), self.group)
 
-    def _read_terms(self, rows: Rows, slot: Tensor) -> tuple[Tensor, LayerWork]:
-        """(partial results [size - 1, T / size, ...] of other ranks for this one's rows, what is in flight); `slot`
+    def _terms(self, slot: Tensor) -> tuple[Tensor, list[tuple[int, int, Tensor]]]:
+        """(partial results [size - 1, T / size, ...] of other ranks for this one's rows, where each is read); `slot`
         [T, ...] has this rank's for theirs."""
-        assert self.group is not None
         own = slot[self._own(slot.shape[0])]
         arrived, start = own.new_empty(len(self._peers), *own.shape), self.rank * own.numel()
-        arrival = rows.read([(index, start, term) for index, term in zip(self._peers, arrived, strict=True)])
-        return arrived, LayerWork(arrival, self.group)
+        return arrived, [(index, start, term) for index, term in zip(self._peers, arrived, strict=True)]
 
     def _add(self, own: Tensor, arrived: Tensor) -> Tensor:
         """The sum of the ranks' terms, in the order of ranks."""

@@ -2,7 +2,8 @@
 
 Between the matrix products a rank holds 1 / tp of the tokens. They are all-gathered before a column-parallel product;
 the partial sums after a row-parallel product are reduce-scattered. Between the GPUs of one host both overlap with the
-product itself: it has this rank's own rows before those of others arrive, and makes those for others before its own.
+product itself: one begins with this rank's own rows while those of others arrive, the other ends with them, after those
+of each peer in turn, which that peer reads meanwhile.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ class TensorParallelGroup(RowGroup):
     def matmul_reduce_scatter(self, x: Tensor, matrix: Tensor) -> AsyncResult[Tensor]:
         """This rank's rows [T / tp, N] of the sum over ranks of x [T, K] @ matrix [K, N]."""
         tokens, width = x.shape[0], matrix.shape[1]
-        if self.rows is None or not self.rows.fits(tokens * width, x):
+        if self.group is None or self.rows is None or not self.rows.fits(tokens * width, x):
             return self._reduce_tiles(x, matrix)
         if tokens < SPLIT_ROWS * self.size:
             return self.reduce_scatter(torch.mm(x, matrix))
         slot = self.rows.slot((tokens, width), x)
-        for others in self._others(tokens):
-            torch.mm(x[others], matrix, out=slot[others])
-        arrived, work = self._read_terms(self.rows, slot)
+        arrived, parts = self._terms(slot)
+
+        def write(peer: int) -> None:
+            rows = self._rows_of(peer, tokens)
+            torch.mm(x[rows], matrix, out=slot[rows])
+
+        work = LayerWork(self.rows.scatter(parts, write), self.group)
         own = torch.mm(x[self._own(tokens)], matrix)
         return AsyncResult((work,), lambda: self._add(own, arrived), arrived)
 

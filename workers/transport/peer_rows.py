@@ -39,8 +39,8 @@ class FlagBatches(Protocol):
 
 
 class PeerRows:
-    """Exchanges of one rank with the others along an axis: `gather`, or `slot` and then `read`. All of them take part
-    in each."""
+    """Exchanges of one rank with the others along an axis: `gather`, or `slot` and then `read` or `scatter`. All ranks
+    take part in each."""
 
     def __init__(
         self, axis: Axis, ranks: Sequence[int], rank: int, flags: FlagBatches, memory: Memory, slots: Tensor, lane: Lane
@@ -88,11 +88,27 @@ class PeerRows:
         """Fills each contiguous tensor of (coordinate, start, tensor) with the elements from `start` of that rank's
         slot. `readers` are the coordinates of those that read this one's; None: all others."""
         self.lane.follow()
+        return self._read_each(parts, None if readers is None else tuple(readers), are_told=False)
+
+    def scatter(self, parts: Sequence[tuple[int, int, Tensor]], write: Callable[[int], object]) -> Arrival:
+        """As `read`, of a slot into which `write` writes the part of one rank, known by its coordinate, on the current
+        stream. Each rank reads its part while the next is written, and need not have written any itself."""
+        self.lane.follow()  # what it fills is free by now
+        for step in range(1, len(self.ranks)):
+            reader = (self.index + step) % len(self.ranks)
+            write(reader)
+            self.flags.run(self._batches(self._told, reader)[0])
+        return self._read_each(parts, None, are_told=True)
+
+    def _read_each(
+        self, parts: Sequence[tuple[int, int, Tensor]], readers: tuple[int, ...] | None, *, are_told: bool
+    ) -> Arrival:
+        """Reads on the lane, from each rank once that has told this one; `readers` are told first, if they are not."""
         stream, base = self.lane.handle, self.number * self.slots.shape[1]
-        # No two ranks read the same one at the same time.
-        parts = sorted(parts, key=lambda part: (part[0] - self.index) % len(self.ranks))
-        key = None if readers is None else tuple(readers), tuple(index for index, *_ in parts)
-        before, *after = self._batches(self._read, *key)
+        # No two ranks read the same one at the same time: the first is the rank before, which writes this one's part
+        # first in a `scatter`.
+        parts = sorted(parts, key=lambda part: (self.index - part[0]) % len(self.ranks))
+        before, *after = self._batches(self._read, tuple(index for index, *_ in parts), readers, are_told)
         self.flags.run(before, stream)
         for (index, start, target), flags in zip(parts, after, strict=True):
             first = base // target.element_size() + start
@@ -111,12 +127,15 @@ class PeerRows:
         own = [self._flag(self.rank, peer) for peer in self.peers]
         return [[each for flag in own for each in (FlagWait(flag, READ), FlagWrite(flag, TAKEN))]]
 
-    def _read(self, readers: tuple[int, ...] | None, order: tuple[int, ...]) -> list[Steps]:
+    def _told(self, reader: int) -> list[Steps]:
+        return [[FlagWrite(self._flag(self.rank, self.ranks[reader]), SHARED)]]
+
+    def _read(self, order: tuple[int, ...], readers: tuple[int, ...] | None, are_told: bool) -> list[Steps]:
         """What comes before the first copy, between two, and after the last one."""
         shared: Steps = [
             FlagWrite(self._flag(self.rank, peer), SHARED if readers is None or index in readers else READ)
             for index, peer in enumerate(self.ranks)
-            if peer != self.rank
+            if peer != self.rank and not are_told
         ]
         theirs = [self._flag(self.ranks[index], self.rank) for index in order]
         waits: list[Steps] = [[FlagWait(flag, SHARED)] for flag in theirs]

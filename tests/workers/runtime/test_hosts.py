@@ -1,4 +1,4 @@
-"""Law 1 on two simulated hosts of two ranks each: copies inside a host, process groups between them."""
+"""Law 1 on simulated hosts, mostly two of two ranks each: copies inside a host, process groups between them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ ZERO_OVER_STAGES = (0, 0, 1, 1)  # replicas of a stage on one host: ranks of a s
             "1f1b", {"pp": 2, "cp": 2}, "cp dp", None, {"model": HEADS, "memory_options": MemoryOptions(zero=3)}
         ),
         pytest.param("1f1b", {"tp": 4}, "", (0, 0, 1, 1), {"model": HEADS}, marks=slow),
+        ("1f1b", {"tp": 4}, "tp", (0, 0, 0, 0), {"model": HEADS}),
     ],
 )
 def test_two_hosts_equal_one_process(fleet, corpus, name, sizes, copied, hosts, more: dict[str, Any]):

@@ -31,7 +31,7 @@ FIRST = 4  # rank of the mesh whose coordinate is 0
 
 class Exchange(NamedTuple):
     size: int  # elements
-    kind: Literal["gather", "part", "ring"]  # of slots read by the next rank of the ring alone
+    kind: Literal["gather", "part", "ring", "scatter"]  # ring: slots are read by the next rank alone
     in_flight: int  # at most, itself included if there are others
 
 
@@ -52,6 +52,11 @@ def shared_in(exchange: int, rank: int, size: int) -> torch.Tensor:
     return (100 * exchange + 10 * rank + torch.arange(size)).double()
 
 
+def parts_in(exchange: int, rank: int, ranks: range) -> torch.Tensor:
+    """What a rank has for each of them in a scatter."""
+    return shared_in(exchange, rank, ELEMENTS // len(ranks) * len(ranks)).view(len(ranks), -1)
+
+
 def host(rank: int, ranks: range, lanes: Lanes, rows: PeerRows, plan: list[Exchange]) -> Iterator[Condition]:
     in_flight: list[tuple[Any, Callable[[], None]]] = []
     for number, exchange in enumerate(plan):
@@ -65,6 +70,8 @@ def host(rank: int, ranks: range, lanes: Lanes, rows: PeerRows, plan: list[Excha
                 full = own.new_empty(len(ranks), size)
                 arrival = rows.gather(own, full, keep=True)
                 found = [(full[peer - FIRST], shared_in(number, peer, size)) for peer in ranks]
+            elif exchange.kind == "scatter":
+                arrival, found = scatter(rows, number, rank, ranks)
             else:
                 rows.slot((size,), torch.empty(0, dtype=torch.float64)).copy_(shared_in(number, rank, size))
                 index, count = rank - FIRST, len(ranks)
@@ -82,6 +89,20 @@ def host(rank: int, ranks: range, lanes: Lanes, rows: PeerRows, plan: list[Excha
         yield lambda: True
 
 
+def scatter(
+    rows: PeerRows, exchange: int, rank: int, ranks: range
+) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """(its arrival, pairs of what arrives and what is expected)"""
+    values, index = parts_in(exchange, rank, ranks), rank - FIRST
+    slot, size = rows.slot(values.shape, values), values.shape[1]
+    parts = {peer: torch.empty(size, dtype=torch.float64) for peer in ranks if peer != rank}
+    arrival = rows.scatter(
+        [(peer - FIRST, index * size, each) for peer, each in parts.items()],
+        lambda reader: slot[reader].copy_(values[reader]),
+    )
+    return arrival, [(each, parts_in(exchange, peer, ranks)[index]) for peer, each in parts.items()]
+
+
 def check(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for found, expected in pairs:
         assert torch.equal(found, expected)
@@ -94,7 +115,11 @@ def check(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def test_in_every_order_ranks_get_what_their_peers_shared(count: int, num_slots: int, seed: int) -> None:
     random, ranks = Random(seed), range(FIRST, FIRST + count)
     plan = [
-        Exchange(random.randint(1, ELEMENTS), random.choice(["gather", "part", "ring"]), random.randint(0, 4))
+        Exchange(
+            random.randint(1, ELEMENTS),
+            random.choice(["gather", "part", "ring", "scatter"]),
+            random.randint(0, 4),
+        )
         for _ in range(EXCHANGES)
     ]
     lanes = Lanes()
@@ -107,15 +132,16 @@ def test_in_every_order_ranks_get_what_their_peers_shared(count: int, num_slots:
     run_in_some_order(lanes, hosts, random)
 
 
+@pytest.mark.parametrize("kind", ["part", "scatter"])
 @pytest.mark.parametrize("ignored", [SHARED, READ])
-def test_the_orders_tell_exchanges_that_ignore_a_flag(ignored: int) -> None:
+def test_the_orders_tell_exchanges_that_ignore_a_flag(ignored: int, kind: Literal["part", "scatter"]) -> None:
     def run(seed: int) -> bool:
         random, ranks, lanes = Random(seed), range(FIRST, FIRST + 2), Lanes()
         flags, (slots, memory) = SimulatedFlags(lanes, ignored, flags_of(ranks)), memory_of(ranks, lanes)
         hosts = []
         for rank in ranks:
             rows = PeerRows(AXIS, ranks, rank, flags, memory, slots[rank].view(torch.uint8), lane_of(lanes, rank))
-            hosts.append(host(rank, ranks, lanes, rows, [Exchange(ELEMENTS, "part", 4)] * EXCHANGES))
+            hosts.append(host(rank, ranks, lanes, rows, [Exchange(ELEMENTS, kind, 4)] * EXCHANGES))
         try:
             run_in_some_order(lanes, hosts, random)
         except AssertionError:
@@ -171,7 +197,7 @@ def split_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("split_rows")
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_products_over_ranks_equal_those_of_one(count: int) -> None:
     tokens, inner, outer = 3 * count, 5, 7
     generator = torch.Generator().manual_seed(count)
@@ -229,7 +255,9 @@ def test_exchanges_give_each_rank_what_the_others_have_for_it(count: int) -> Non
             assert torch.equal(found, expected)
 
 
-def test_no_two_ranks_read_the_same_one_at_the_same_time() -> None:
+def test_peers_read_their_parts_in_the_order_in_which_they_are_made() -> None:
+    """No two ranks read the same one at the same time: each reads first from the rank before it, which makes the part
+    of the rank after it first."""
     ranks, lanes = range(FIRST, FIRST + 4), Lanes()
     flags, (slots, memory) = SimulatedFlags(lanes, values=flags_of(ranks)), memory_of(ranks, lanes)
     found = []
@@ -240,6 +268,29 @@ def test_no_two_ranks_read_the_same_one_at_the_same_time() -> None:
         rows.gather(own, own.new_empty(len(ranks), ELEMENTS), keep=False)
         found.append(reads.peers)
     assert all(len(set(at_once)) == len(ranks) for at_once in zip(*found, strict=True))
+    for place, at_once in enumerate(zip(*found, strict=True), 1):
+        assert [FIRST + (rank - FIRST - place) % len(ranks) for rank in ranks] == list(at_once)
+
+
+def test_a_part_is_read_while_its_rank_makes_the_next_and_its_reader_the_first() -> None:
+    ranks, lanes, size = range(FIRST, FIRST + 3), Lanes(), ELEMENTS // 3
+    flags, (slots, memory) = SimulatedFlags(lanes, values=flags_of(ranks)), memory_of(ranks, lanes)
+
+    def write(slot: torch.Tensor, made: set[int], reader: int) -> None:
+        if reader not in made:  # its product never ends
+            lanes.enqueue(ready=lambda: False)
+        slot[reader].copy_(torch.full((size,), float(reader)))
+
+    found = [torch.full((size,), torch.nan, dtype=torch.float64) for _ in ranks]
+    for index, part in enumerate(found):
+        rank, previous = ranks[index], (index - 1) % len(ranks)
+        rows = PeerRows(AXIS, ranks, rank, flags, memory, slots[rank].view(torch.uint8), lane_of(lanes, rank))
+        with lanes.on((rank, "compute")):
+            slot = rows.slot((len(ranks), size), part)
+            rows.scatter([(previous, index * size, part)], partial(write, slot, {1} if index == 0 else set()))
+    while able := [queue for queue in lanes.queues.values() if queue and queue[0].ready()]:
+        able[0].popleft().run()
+    assert [each.isfinite().all().item() for each in found] == [False, True, False]
 
 
 class LoggedReads:
