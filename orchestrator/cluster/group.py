@@ -65,6 +65,7 @@ class WorkerGroup:
         self.last_heard: dict[int, float] = {}  # monotonic second of each rank's last answer
         self._polled = time.monotonic()
         self.committing: Refs = {}  # the newest commit
+        self.begun: dict[Any, tuple[Any, Any]] = {}  # spares that load already: what, and the answer
         self._failed = self._stopped = False
         self.superseded = False  # whether a rank has refused a fence, as another driver has fenced it meanwhile
 
@@ -96,11 +97,12 @@ class WorkerGroup:
 
     def load(self, deadline: float, *, keep: bool) -> None:
         """Creates a runner on every rank for this plan and generation, with the state of the one before if it is to
-        `keep` that. A new process imports torch for it. Raises WorkerError, or PentadError when that
-        lasts beyond the monotonic second `deadline`."""
-        plan, bundles = ray.put(self.plan), tuple(self.bundles)
-        ranks = enumerate(self.actors)
-        calls = {rank: actor.start.remote(self.generation, plan, rank, bundles, keep) for rank, actor in ranks}
+        `keep` that. Raises WorkerError, or PentadError when that lasts beyond the monotonic second `deadline`."""
+        plan, bundles, calls = ray.put(self.plan), tuple(self.bundles), dict[int, Any]()
+        for rank, actor in enumerate(self.actors):
+            begun, answer = self.begun.pop(actor, (None, None))
+            is_begun = begun == (self.generation, self.plan, rank, bundles)
+            calls[rank] = answer if is_begun else actor.start.remote(self.generation, plan, rank, bundles, keep)
         self.device_name = self.collect(calls, deadline=deadline)[0]
 
     def connect(self, deadline: float) -> None:

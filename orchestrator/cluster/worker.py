@@ -280,11 +280,12 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def warm(self, device: str) -> WorkerPlace:
-        """Where a spare is, which is no rank yet; answers once it has imported all that a rank needs. It touches no
-        GPU."""
+        """Where a spare is, which is no rank yet; answers once it has imported all that a rank needs, and initialized
+        the CUDA driver. It takes no memory of a GPU."""
         pkgutil.resolve_name(self.runner_class)
         if device == "cuda":
             pkgutil.resolve_name("pentad.kernels.backend:import_twins")()
+            pkgutil.resolve_name("pentad.workers.runtime.rank_setup:init_cuda")()
         return self.place()
 
     @ray.method(concurrency_group="control")
@@ -295,6 +296,12 @@ class Worker:
             time.sleep(POLL_SECONDS)
         self.gpu = gpu
         return self.place()
+
+    @ray.method(concurrency_group="train")
+    def begin(self, pid: int, gpu: int, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...]) -> str:
+        """`take` and `start` of a spare, while the other ranks are still being fenced for this generation."""
+        self.take(pid, gpu)
+        return self.start(generation, plan, rank, bundles, keep=False)
 
     @ray.method(concurrency_group="control")
     def rank_placement(self, plan: Plan, version: str) -> RankPlacement:

@@ -64,6 +64,10 @@ class Rank:
     def take(self, pid: int, gpu: int) -> WorkerPlace:
         return self.place()._replace(gpu=gpu)
 
+    def begin(self, pid: int, gpu: int, *what: Any) -> str:
+        assert self.version < 0, "a spare has no state"
+        return self.start(*what, keep=False)
+
     def status(self) -> Status:
         return Status(self.generation, self.version, "", 0.0, leaving=self.leaving, node_leaving=self.node_leaving)
 

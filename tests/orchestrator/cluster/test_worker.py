@@ -266,6 +266,15 @@ def test_a_spare_takes_the_gpu_of_a_process_once_that_is_gone(worker: Worker, gp
     assert worker.place().gpu == -1, "a MIG instance has a name"
 
 
+def test_a_spare_loads_for_a_generation_that_the_others_are_yet_to_be_fenced_for(
+    worker: Worker, gpus: list[str]
+) -> None:
+    worker.begin(0, -1, 4, plan(), 0, (5, 6))
+    assert (worker.generation, worker.rank, worker.runner.rank, worker.runner.previous) == (4, 0, 0, None)
+    with pytest.raises(StaleGeneration):
+        worker.start(3, plan(), 0, (5, 6), False)
+
+
 @pytest.mark.parametrize(("visible", "index"), [("5,7,4", 1), ("", 7), (None, 7)])
 def test_the_cuda_index_of_a_gpu_is_its_position_among_the_visible_ones(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch, visible: str | None, index: int
