@@ -30,12 +30,12 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.checksums import activity
 from pentad.workers.checkpoint.location import location
-from pentad.workers.checkpoint.retention import delete_older
+from pentad.workers.checkpoint.retention import delete_older, discard
 from pentad.workers.checkpoint.storage import access_problem
 from pentad.workers.lanes.progress_file import read_progress
 from pentad.workers.replication.parts import CopyKey, HeldPart, HostCopies
 from pentad.workers.replication.transfer import CopyServer
-from pentad.workers.runtime.results import RankSnapshot, WrittenShards
+from pentad.workers.runtime.results import Committed, RankSnapshot, WrittenShards
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
 from pentad.workers.torch_import import defer_meta_kernels
 
@@ -192,28 +192,34 @@ class Worker:
 
     @ray.method(concurrency_group="checkpoint")
     def commit(
-        self,
-        generation: int,
-        folder: str,
-        step: int,
-        shards: list[dict[str, Any]],
-        meta: dict[str, Any],
-        keep: int,
-        pinned: tuple[int, ...],
-    ) -> str:
-        """Commits a checkpoint and deletes older ones but those of `pinned` steps, beside training; returns why one is
-        still there, or ''. After a fence nothing is committed."""
+        self, generation: int, folder: str, step: int, shards: list[dict[str, Any]], meta: dict[str, Any]
+    ) -> Committed:
+        """Commits a checkpoint, beside training. After a fence nothing is committed."""
         self.given_up, path = -1, location(folder)
         found = [checkpoint.Shard.from_plain(shard) for shard in shards]
         publishing = partial(self._publishing, generation, step)
         checkpoint.commit(path, step=step, shards=found, meta=meta, publishing=publishing)
-        reason = ""
+        return Committed(checkpoint.fingerprint(path), list(checkpoint.committed(path.parent)))
+
+    @ray.method(concurrency_group="checkpoint")
+    def prune(self, generation: int, folder: str, keep: int, pinned: tuple[int, ...]) -> str:
+        """Deletes checkpoints that are older than the one in `folder` but those of `pinned` steps, beside training;
+        returns why one is still there, or ''. Raises PentadError if that one was damaged when it was read again."""
+        self._require_equal(generation)
+        path, reason = location(folder), ""
         try:
             delete_older(path.parent, keep, pinned)
         except (OSError, PentadError) as error:
             reason = str(error)
-        checkpoint.read_manifest(path)  # raises if it was damaged when it was read again
+        checkpoint.read_manifest(path)
         return reason
+
+    @ray.method(concurrency_group="checkpoint")
+    def discard(self, generation: int, folder: str) -> None:
+        """Deletes what has been written of a checkpoint that will not be: the next one needs the room."""
+        self._require_equal(generation)
+        with suppress(PentadError):
+            discard(location(folder))
 
     @ray.method(concurrency_group="copies")
     def serve_copies(self, host: str, token: bytes) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from pentad.orchestrator.cluster.cluster import Cluster
@@ -28,7 +29,13 @@ from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
 from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.recovery import Recovery
-from pentad.orchestrator.recovery.retention import record_committed, require_listed, rollback_target
+from pentad.orchestrator.recovery.retention import (
+    open_current,
+    record_committed,
+    require_listed,
+    rollback_target,
+    saved_steps,
+)
 from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
 from pentad.orchestrator.run.init_from import Origin, adapter_request, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
@@ -39,7 +46,7 @@ from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.checkpoint import Start, Unreadable, open_checked, recover
+from pentad.workers.checkpoint.checkpoint import Start, recover
 from pentad.workers.checkpoint.location import location
 
 FAILURE = "failure.txt"
@@ -163,7 +170,7 @@ def _run_generations(
     recovery = Recovery(config, group, bus, requests, start, copies, full=parked and parked.full)
     first = saved = bus.view.step if parked else start.step
     if parked is not None:
-        saved = max((step for step in _saved(bus) if step <= first), default=-1)
+        saved = max((step for step in saved_steps(bus) if step <= first), default=-1)
     elif rollback_target(config, first) == 0 and first not in bus.folder.saved():
         saved = -1  # the initial weights are something to go back to as well
     saved_at, shown, hanging = time.monotonic(), None, None
@@ -184,15 +191,14 @@ def _run_generations(
         if state is None:
             return steps.done
         _record_surviving(steps, state)
-        is_same = steps.history.generation == group.generation  # after a spike alone
-        hanging = steps.saving.current if is_same and steps.saving.hangs else None
+        hanging = steps.saving.current if steps.saving.hangs else None
         if (spike := steps.spikes.spike) is not None and spike < state.version:
             copies.forget()
             state.version = roll_back(config, group, bus, spike)
         if state.version < steps.done:
             bus.rewind(state.version)
         first, saved_at = state.version, steps.saving.saved_at
-        saved = max((s for s in (steps.saving.durable, *_saved(bus)) if s <= state.version), default=-1)
+        saved = max((s for s in (steps.saving.durable, *saved_steps(bus)) if s <= state.version), default=-1)
 
 
 def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | None:
@@ -239,13 +245,6 @@ def _save_surviving(steps: StepLoop, recovery: Recovery, bus: EventBus) -> None:
         bus.display.note(f"the state after step {steps.done} was not saved: {error}")
 
 
-def _saved(bus: EventBus) -> list[int]:
-    """Steps of checkpoints; none while they cannot be read, which is no reason to end a run that does without."""
-    with suppress(Unreadable):
-        return bus.folder.saved()
-    return []
-
-
 def _write_timelines(bus: EventBus, history: History) -> None:
     """Without them the run is still complete, so a full disk costs a note."""
     try:
@@ -282,7 +281,7 @@ def _resume(config: RunConfig, folder: RunFolder, display: Display, origin: Orig
     gone, unless checkpoint.restart_if_damaged, and if one cannot be read.
     """
     restart = config.checkpoint.restart_if_damaged
-    found = recover(folder.checkpoints, restart, open_checked)
+    found = recover(folder.checkpoints, restart, partial(open_current, folder))
     if found.checkpoint is None and not found.refused and not restart:
         require_listed(folder.checkpoints, folder.journal())
     known = _generations(folder)

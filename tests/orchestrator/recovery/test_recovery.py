@@ -125,7 +125,7 @@ def test_a_rank_that_commits_a_checkpoint_is_fenced_once_it_has(
 ) -> None:
     """However slow the storage is: it would be given up for lost otherwise."""
     run, wait, waited, commit = start(*SQUARE), fence.ray.wait, list[tuple[int, float]](), object()
-    run.group.committing = {0: commit}
+    run.group.storing = {0: commit}
 
     def recorded(refs: list[object], **given: float) -> object:
         if refs != [commit]:
@@ -135,7 +135,7 @@ def test_a_rank_that_commits_a_checkpoint_is_fenced_once_it_has(
 
     monkeypatch.setattr(fence.ray, "wait", recorded)
     run.recovery.recover(run.lose(lost), 7)
-    assert waited == ([(1, fence.COMMIT_SECONDS)] if lost else [])
+    assert waited == ([(1, fence.STORING_SECONDS)] if lost else [])
 
 
 def test_a_mesh_that_may_not_shrink_ends_the_run_and_keeps_the_group(start: StartRun) -> None:
