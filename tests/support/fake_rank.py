@@ -74,9 +74,9 @@ class Rank:
     def take(self, pid: int, gpu: int) -> WorkerPlace:
         return self.place()._replace(gpu=gpu)
 
-    def begin(self, pid: int, gpu: int, *what: Any) -> str:
+    def begin(self, pid: int, gpu: int, generation: int, plan: Plan, number: int, bundles: tuple[int, ...]) -> str:
         assert self.version < 0, "a spare has no state"
-        return self.start(*what, keep=False)
+        return self.start(generation, plan, number, bundles, keep=False)
 
     def status(self) -> Status:
         return Status(self.generation, self.version, "", 0.0, leaving=self.leaving, node_leaving=self.node_leaving)
