@@ -330,7 +330,7 @@ class Worker:
             return Status(self.generation, -1, "", 0.0, leaving=leaving, node_leaving=of_node)
         state = self.runner.position() or read_progress(self.progress_file)
         found = status_of(state, self.streams)
-        return found._replace(gpu=self._telemetry(), written=activity.chunks, leaving=leaving, node_leaving=of_node)
+        return found._replace(gpu=self._telemetry(), chunks=activity.chunks, leaving=leaving, node_leaving=of_node)
 
     @ray.method(concurrency_group="control", enable_task_events=False)
     def clock(self) -> float:

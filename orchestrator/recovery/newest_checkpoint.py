@@ -9,7 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from pentad.orchestrator.cluster.group import Tick, WorkerGroup
+from pentad.orchestrator.cluster.group import STATUS_SECONDS, Tick, WorkerGroup
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.recovery.retention import looked_up, open_current, require_listed
 from pentad.schedules.ir.errors import PentadError
@@ -53,7 +54,7 @@ class NewestIntact:
         Raises PentadError if a rank cannot read what the driver can, and for a damaged checkpoint of another run.
         """
         try:
-            self._answered(partial(group.restore, start, tick))
+            self._answered(partial(group.restore, start, tick if start.folder is None else self.moving(tick)))
         except Damaged as error:
             if start.folder is None or start.folder.parent != self.bus.folder.checkpoints:
                 raise
@@ -74,6 +75,23 @@ class NewestIntact:
             self.damaged[folder] = str(error)
             return False
         return True
+
+    def moving(self, tick: Tick | None) -> Tick:
+        """A tick that raises PentadError once storage has neither given nor taken anything for too long."""
+        limit = max(self.seconds, self.bus.folder.config.checkpoint.hang_seconds)
+        idle, checked, seen = 0.0, time.monotonic(), dict[int, int]()
+
+        def check(statuses: dict[int, Status]) -> None:
+            nonlocal idle, checked, seen
+            if tick is not None:
+                tick(statuses)
+            now, chunks = time.monotonic(), {rank: status.chunks for rank, status in statuses.items()}
+            idle = idle + min(now - checked, 2 * STATUS_SECONDS) if chunks == seen else 0.0
+            checked, seen = now, chunks
+            if idle > limit:
+                raise PentadError(f"{self.bus.folder.checkpoints} stood still for {limit:g} s: expected an answer")
+
+        return check
 
     def _open(self, folder: Location) -> Checkpoint:
         if folder in self.damaged:

@@ -313,10 +313,12 @@ class Regroup:
             holders = sorted(current.intersection(plan.holders(shard)))
             for rank in holders if plan.num_zero_shards(shard) > 1 else holders[:1]:
                 owned[rank] = (*owned.get(rank, ()), shard)
-        shards = [shard for its in group.collect(group.submit_save_of(owned, path, state.version)) for shard in its]
-        (committed,) = group.collect(group.submit_commit(path, state.version, shards, min(owned)))
+        refs, tick = group.submit_save_of(owned, path, state.version), newest.moving(self._check_answers())
+        shards = [shard for its in group.collect(refs, tick=tick) for shard in its]
+        (committed,) = group.collect(group.submit_commit(path, state.version, shards, min(owned)), tick=tick)
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
         facts = {"seconds": seconds, "manifest": committed.manifest, "bytes": size}
         self.bus.record("checkpoint", generation=group.generation, step=state.version, **facts)
         kept = kept_steps(self.config, committed.saved, self.bus.folder.evaluations())
-        group.collect(group.submit_beside("prune", path, self.config.checkpoint.keep, kept, rank=min(owned)))
+        prune = group.submit_beside("prune", path, self.config.checkpoint.keep, kept, rank=min(owned))
+        group.collect(prune, tick=tick)

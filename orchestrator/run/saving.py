@@ -62,7 +62,7 @@ class Saving:
         self.saved_at = saved_at
         self.current = hanging  # the next one waits for it, or is skipped
         self.waited = 0.0  # seconds that training has waited for it
-        self.written: dict[int, int] = {}  # what ranks last said of it
+        self.chunks: dict[int, int] = {}  # what ranks last said of it
         self.idle, self.watched = 0.0, time.monotonic()  # seconds without a change until then
 
     @property
@@ -91,9 +91,9 @@ class Saving:
     def watch(self, statuses: dict[int, Status], done: int) -> None:
         """Finds a checkpoint that hangs, and says so; with the ranks' statuses, about twice a second. Time counts once
         the ranks have taken its steps, and only while this process runs."""
-        now, written = time.monotonic(), {rank: status.written for rank, status in statuses.items()}
+        now, chunks = time.monotonic(), {rank: status.chunks for rank, status in statuses.items()}
         passed, self.watched = min(now - self.watched, 2 * STATUS_SECONDS), now
-        is_moving, self.written = written != self.written, written
+        is_moving, self.chunks = chunks != self.chunks, chunks
         save = self.current
         taken = max(done, min((status.step for status in statuses.values()), default=0))  # an update may wait for it
         if save is None or save.hangs or taken < save.step or is_moving:

@@ -317,3 +317,16 @@ def test_a_rank_that_alone_finds_a_checkpoint_damaged_ends_the_run_and_no_checkp
     with pytest.raises(PentadError, match=r"CRC-32 is 1, expected 2, but the driver finds .*step-00000005 intact: "):
         run.recovery.recover(run.lose(1), 7)
     assert run.folder.saved() == [3, 5] and not run.events("checkpoint refused")
+
+
+def test_a_checkpoint_that_storage_never_gives_ends_the_run(start: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(folder: object) -> None:
+        raise fake_rank.Hangs
+
+    run = start(*LINE, "checkpoint.hang_seconds=120")
+    run.save(5)
+    monkeypatch.setattr(fake_rank, "problem_of", hangs)
+    fault, began = run.lose(1), run.fake.now
+    with pytest.raises(PentadError, match=r"checkpoints stood still for 120 s: expected an answer"):
+        run.recovery.recover(fault, 7)
+    assert 120 < run.fake.now - began < 130
