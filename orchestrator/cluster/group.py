@@ -186,9 +186,11 @@ class WorkerGroup:
         return self.submit_beside("commit", folder, step, shards, meta, rank=rank)
 
     def submit_beside(self, method: str, folder: Location, *arguments: Any, rank: int = 0) -> Refs:
-        """Has a rank `commit`, `prune` or `discard` beside training. It is not fenced meanwhile."""
-        self.storing = {rank: getattr(self.actors[rank], method).remote(self.generation, str(folder), *arguments)}
-        return self.storing
+        """Has a rank `commit`, `prune` or `discard` beside training. It is not fenced meanwhile, unless it prunes: that
+        concerns no checkpoint that another generation reads or writes."""
+        refs = {rank: getattr(self.actors[rank], method).remote(self.generation, str(folder), *arguments)}
+        self.storing = {} if method == "prune" else refs
+        return refs
 
     def is_ready(self, refs: Refs) -> bool:
         """Whether `collect` would return at once."""
