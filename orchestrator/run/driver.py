@@ -4,7 +4,8 @@ steps are done; or evaluate a checkpoint once."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -166,6 +167,26 @@ def _run_generations(
 ) -> int:
     """Runs steps from `start` on, or from where a former driver has `parked` the ranks, one generation after another,
     until all are done or the run is stopped; returns how many are done."""
+    drawn = list[Future[None]]()
+    with ThreadPoolExecutor(1, "timelines") as thread:
+        draw = lambda history: drawn.append(thread.submit(_write_timelines, bus, history))  # noqa: E731
+        done = _run_in_turn(config, group, bus, requests, start, parked, draw)
+    for each in drawn:
+        each.result()
+    return done
+
+
+def _run_in_turn(
+    config: RunConfig,
+    group: WorkerGroup,
+    bus: EventBus,
+    requests: ControlRequests,
+    start: Start,
+    parked: Parked | None,
+    draw: Callable[[History], None],
+) -> int:
+    """`_run_generations`; `draw` draws the timelines of one beside the next, which would wait for seconds with many
+    ranks."""
     copies = GroupCopies(group, parked.token if parked else None)
     recovery = Recovery(config, group, bus, requests, start, copies, full=parked and parked.full)
     first = saved = bus.view.step if parked else start.step
@@ -181,16 +202,19 @@ def _run_generations(
             state, parked = recovery.adopt(parked.lost, first), None
         given = config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup
         steps = StepLoop(*given, shrunk=not recovery.ranks.is_full, hanging=hanging)
-        if state is None:
-            bus.ranks_placed(group)
-            if group.plan is not shown:
-                shown = group.plan
-                print_plan(bus.display.console, shown, steps.history.costs, bus.view.ranks)
-                bus.display.phase("first step")
-            state = _run(steps, recovery, bus)
-        if state is None:
-            return steps.done
-        _record_surviving(steps, state)
+        try:
+            if state is None:
+                bus.ranks_placed(group)
+                if group.plan is not shown:
+                    shown = group.plan
+                    print_plan(bus.display.console, shown, steps.history.costs, bus.view.ranks)
+                    bus.display.phase("first step")
+                state = _run(steps, recovery, bus)
+            if state is None:
+                return steps.done
+            _record_surviving(steps, state)
+        finally:
+            draw(steps.history)
         hanging = steps.saving.current if steps.saving.hangs else None
         if (spike := steps.spikes.spike) is not None and spike < state.version:
             copies.forget()
@@ -212,8 +236,6 @@ def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | 
     except Refusal:
         _save_surviving(steps, recovery, bus)
         raise
-    finally:
-        _write_timelines(bus, steps.history)  # of this plan: the next may be another
     requests = steps.requests
     if fault is not None:
         return recovery.recover(fault, steps.done)
@@ -248,7 +270,7 @@ def _save_surviving(steps: StepLoop, recovery: Recovery, bus: EventBus) -> None:
 def _write_timelines(bus: EventBus, history: History) -> None:
     """Without them the run is still complete, so a full disk costs a note."""
     try:
-        bus.folder.timelines(history.timeline, history.costs, history.program)
+        bus.folder.timelines(history.timeline, history.costs, history.program, history.plan)
         bus.folder.eval_timeline(history.eval_timeline)
         if bus.expert_load.layers:
             bus.folder.save_expert_load(*bus.expert_load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pentad.orchestrator.recovery import fence
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_complete
 from pentad.orchestrator.recovery.recovery import ATTEMPTS, CHECK_SECONDS
 from pentad.orchestrator.run import driver
+from pentad.orchestrator.run.measure import History
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start, set_aside
 from pentad.workers.checkpoint.checksums import Damaged
@@ -330,3 +332,20 @@ def test_a_checkpoint_that_storage_never_gives_ends_the_run(start: StartRun, mon
     with pytest.raises(PentadError, match=r"checkpoints stood still for 120 s: expected an answer"):
         run.recovery.recover(fault, 7)
     assert 120 < run.fake.now - began < 130
+
+
+def test_the_timelines_of_a_generation_are_drawn_beside_the_next_one(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, goes_on, drawn = start(*SQUARE, "run.steps=20", "eval.every=0"), threading.Event(), list[int]()
+    run.fake.on_call = lambda rank, method: goes_on.set() if 15 in run.fake.trained else None
+
+    def draw(bus: object, history: History) -> None:
+        assert goes_on.wait(30), "the next generation waits"
+        drawn.append(history.generation)
+
+    monkeypatch.setattr(driver, "_write_timelines", draw)
+    run.fake.faults = {10: (2,)}
+    run.group.restore(Start())
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == 20
+    assert drawn == [1, 2]
