@@ -197,9 +197,9 @@ class Worker:
         """Commits a checkpoint, beside training. After a fence nothing is committed."""
         self.given_up, path = -1, location(folder)
         found = [checkpoint.Shard.from_plain(shard) for shard in shards]
-        publishing = partial(self._publishing, generation, step)
+        publishing, saved = partial(self._publishing, generation, step), list(checkpoint.committed(path.parent))
         checkpoint.commit(path, step=step, shards=found, meta=meta, publishing=publishing)
-        return Committed(checkpoint.fingerprint(path), list(checkpoint.committed(path.parent)))
+        return Committed(checkpoint.fingerprint(path), [*saved, step])
 
     @ray.method(concurrency_group="checkpoint")
     def prune(self, generation: int, folder: str, keep: int, pinned: tuple[int, ...]) -> str:

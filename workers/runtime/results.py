@@ -94,7 +94,7 @@ class WrittenShards(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """A checkpoint that a rank has committed: the hash of its manifest, and the steps of all that count then."""
+    """A checkpoint that a rank has committed: the hash of its manifest, and the steps of all that count."""
 
     manifest: str
     saved: list[int]
