@@ -13,6 +13,7 @@ from functools import partial, wraps
 from stat import S_ISSOCK
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pentad.workers.background import answer
 from pentad.workers.rank_waits import rank_waits
 
 if TYPE_CHECKING:  # the driver unpickles Aborted and does without torch
@@ -122,7 +123,7 @@ class AbandonableThread:
 
     def _serve(self) -> None:
         while (call := self.calls.get()) is not None:
-            _answer(*call)
+            answer(*call)
             del call  # and what it refers to
 
 
@@ -135,14 +136,6 @@ def abandonable(method: Method) -> Method:
         return self.thread.run(function) if self.thread is not None else function()
 
     return call  # type: ignore[return-value]
-
-
-def _answer(function: Callable[[], T], result: futures.Future[T]) -> None:
-    try:
-        result.set_result(function())
-    except BaseException as error:
-        result.set_exception(error)
-        del result  # likewise
 
 
 def tcp_sockets() -> Iterator[socket.socket]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
@@ -17,6 +18,22 @@ def in_background(function: Callable[[], T]) -> Future[T]:
         return thread.submit(function)
     finally:
         thread.shutdown(wait=False)
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """What a function returns. Raises TimeoutError if it takes longer, and leaves it behind in its thread, which ends
+    with the process."""
+    result = Future[T]()
+    threading.Thread(target=answer, args=(function, result), daemon=True).start()
+    return result.result(seconds)
+
+
+def answer(function: Callable[[], T], result: Future[T]) -> None:
+    try:
+        result.set_result(function())
+    except BaseException as error:
+        result.set_exception(error)
+        del result  # the traceback of its error refers to this frame
 
 
 def awaited(result: Future[T], check: Callable[[], None]) -> T:

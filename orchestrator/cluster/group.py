@@ -64,7 +64,8 @@ class WorkerGroup:
         self._statuses: dict[int, Status] = {}
         self.last_heard: dict[int, float] = {}  # monotonic second of each rank's last answer
         self._polled = time.monotonic()
-        self.committing: Refs = {}  # the newest commit
+        self.storing: Refs = {}  # what a rank last did with the checkpoints as a whole
+        self.begun: dict[Any, tuple[Any, Any]] = {}  # spares that load already: what, and the answer
         self._failed = self._stopped = False
         self.superseded = False  # whether a rank has refused a fence, as another driver has fenced it meanwhile
 
@@ -96,11 +97,12 @@ class WorkerGroup:
 
     def load(self, deadline: float, *, keep: bool) -> None:
         """Creates a runner on every rank for this plan and generation, with the state of the one before if it is to
-        `keep` that. A new process imports torch for it. Raises WorkerError, or PentadError when that
-        lasts beyond the monotonic second `deadline`."""
-        plan, bundles = ray.put(self.plan), tuple(self.bundles)
-        ranks = enumerate(self.actors)
-        calls = {rank: actor.start.remote(self.generation, plan, rank, bundles, keep) for rank, actor in ranks}
+        `keep` that. Raises WorkerError, or PentadError when that lasts beyond the monotonic second `deadline`."""
+        plan, bundles, calls = ray.put(self.plan), tuple(self.bundles), dict[int, Any]()
+        for rank, actor in enumerate(self.actors):
+            begun, answer = self.begun.pop(actor, (None, None))
+            is_begun = begun == (self.generation, self.plan, rank, bundles)
+            calls[rank] = answer if is_begun else actor.start.remote(self.generation, plan, rank, bundles, keep)
         self.device_name = self.collect(calls, deadline=deadline)[0]
 
     def connect(self, deadline: float) -> None:
@@ -153,6 +155,7 @@ class WorkerGroup:
 
     def give_up_save(self, step: int) -> None:
         """Has no update wait for a checkpoint to be written, and no rank finish it."""
+        self.storing = {}  # a fence does not wait for it either
         self._call("give_up_save", self.generation, step)
 
     def submit_save_of(self, shards: dict[int, tuple[ParamShard, ...]], folder: Location, step: int) -> Refs:
@@ -169,29 +172,25 @@ class WorkerGroup:
         RankCheck."""
         return self._call_runners("check", step)
 
-    def submit_commit(
-        self,
-        folder: Location,
-        step: int,
-        shards: list[dict[str, Any]],
-        keep: int,
-        pinned: Sequence[int] = (),
-        rank: int = 0,
-    ) -> Refs:
-        """Has a rank commit a checkpoint, and delete older ones but those of `pinned` steps, beside training."""
-        plan, commit = self.plan, self.actors[rank].commit
+    def submit_commit(self, folder: Location, step: int, shards: list[dict[str, Any]], rank: int = 0) -> Refs:
+        """Has a rank commit a checkpoint. The answer is of type Committed."""
+        plan = self.plan
         meta = {
-            "run": plan.name,
-            "generation": self.generation,
-            "program": plan.program.hash,
+            **{"run": plan.name, "generation": self.generation, "program": plan.program.hash},
             "mesh": asdict(plan.mesh),
             "data": drawn_by(plan.data, plan.batch.sizes, batch_of(step, self.skipped_batches)),
             "lora": None if plan.lora is None else plan.lora.plain,
             "skipped_batches": list(map(list, self.skipped_batches)),
             "moment_offset": plan.optimizer.moment_offset,
         }
-        self.committing = {rank: commit.remote(self.generation, str(folder), step, shards, meta, keep, tuple(pinned))}
-        return self.committing
+        return self.submit_beside("commit", folder, step, shards, meta, rank=rank)
+
+    def submit_beside(self, method: str, folder: Location, *arguments: Any, rank: int = 0) -> Refs:
+        """Has a rank `commit`, `prune` or `discard` beside training. It is not fenced meanwhile, unless it prunes: that
+        concerns no checkpoint that another generation reads or writes."""
+        refs = {rank: getattr(self.actors[rank], method).remote(self.generation, str(folder), *arguments)}
+        self.storing = {} if method == "prune" else refs
+        return refs
 
     def is_ready(self, refs: Refs) -> bool:
         """Whether `collect` would return at once."""

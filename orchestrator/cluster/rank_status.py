@@ -19,7 +19,8 @@ class Status(NamedTuple):
     text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU. The stream is
     that of `program` of the plan's programs; in an evaluation `counter` counts the actions of all rounds. `leaving` is
     the notice that its process is about to end, `node_leaving` the one that its node is; '' without one. `waits` and
-    `axis` are those of Progress. `written` grows while its process writes or commits a checkpoint."""
+    `axis` are those of Progress. `chunks` grows while its process
+    writes, commits or reads a checkpoint."""
 
     generation: int
     step: int
@@ -32,7 +33,7 @@ class Status(NamedTuple):
     node_leaving: str = ""
     waits: int = -1
     axis: str = ""
-    written: int = 0
+    chunks: int = 0
 
 
 def streams_of(plan: Plan, rank: int) -> Streams:

@@ -30,12 +30,12 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.checksums import activity
 from pentad.workers.checkpoint.location import location
-from pentad.workers.checkpoint.retention import delete_older
+from pentad.workers.checkpoint.retention import delete_older, discard
 from pentad.workers.checkpoint.storage import access_problem
 from pentad.workers.lanes.progress_file import read_progress
 from pentad.workers.replication.parts import CopyKey, HeldPart, HostCopies
 from pentad.workers.replication.transfer import CopyServer
-from pentad.workers.runtime.results import RankSnapshot, WrittenShards
+from pentad.workers.runtime.results import Committed, RankSnapshot, WrittenShards
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
 from pentad.workers.torch_import import defer_meta_kernels
 
@@ -192,28 +192,34 @@ class Worker:
 
     @ray.method(concurrency_group="checkpoint")
     def commit(
-        self,
-        generation: int,
-        folder: str,
-        step: int,
-        shards: list[dict[str, Any]],
-        meta: dict[str, Any],
-        keep: int,
-        pinned: tuple[int, ...],
-    ) -> str:
-        """Commits a checkpoint and deletes older ones but those of `pinned` steps, beside training; returns why one is
-        still there, or ''. After a fence nothing is committed."""
+        self, generation: int, folder: str, step: int, shards: list[dict[str, Any]], meta: dict[str, Any]
+    ) -> Committed:
+        """Commits a checkpoint, beside training. After a fence nothing is committed."""
         self.given_up, path = -1, location(folder)
         found = [checkpoint.Shard.from_plain(shard) for shard in shards]
-        publishing = partial(self._publishing, generation, step)
+        publishing, saved = partial(self._publishing, generation, step), list(checkpoint.committed(path.parent))
         checkpoint.commit(path, step=step, shards=found, meta=meta, publishing=publishing)
-        reason = ""
+        return Committed(checkpoint.fingerprint(path), [*saved, step])
+
+    @ray.method(concurrency_group="checkpoint")
+    def prune(self, generation: int, folder: str, keep: int, pinned: tuple[int, ...]) -> str:
+        """Deletes checkpoints that are older than the one in `folder` but those of `pinned` steps, beside training;
+        returns why one is still there, or ''. Raises PentadError if that one was damaged when it was read again."""
+        self._require_equal(generation)
+        path, reason = location(folder), ""
         try:
             delete_older(path.parent, keep, pinned)
         except (OSError, PentadError) as error:
             reason = str(error)
-        checkpoint.read_manifest(path)  # raises if it was damaged when it was read again
+        checkpoint.read_manifest(path)
         return reason
+
+    @ray.method(concurrency_group="checkpoint")
+    def discard(self, generation: int, folder: str) -> None:
+        """Deletes what has been written of a checkpoint that will not be: the next one needs the room."""
+        self._require_equal(generation)
+        with suppress(PentadError):
+            discard(location(folder))
 
     @ray.method(concurrency_group="copies")
     def serve_copies(self, host: str, token: bytes) -> str:
@@ -280,11 +286,12 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def warm(self, device: str) -> WorkerPlace:
-        """Where a spare is, which is no rank yet; answers once it has imported all that a rank needs. It touches no
-        GPU."""
+        """Where a spare is, which is no rank yet; answers once it has imported all that a rank needs, and initialized
+        the CUDA driver. It takes no memory of a GPU."""
         pkgutil.resolve_name(self.runner_class)
         if device == "cuda":
             pkgutil.resolve_name("pentad.kernels.backend:import_twins")()
+            pkgutil.resolve_name("pentad.workers.runtime.rank_setup:init_cuda")()
         return self.place()
 
     @ray.method(concurrency_group="control")
@@ -295,6 +302,12 @@ class Worker:
             time.sleep(POLL_SECONDS)
         self.gpu = gpu
         return self.place()
+
+    @ray.method(concurrency_group="train")
+    def begin(self, pid: int, gpu: int, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...]) -> str:
+        """`take` and `start` of a spare, while the other ranks are still being fenced for this generation."""
+        self.take(pid, gpu)
+        return self.start(generation, plan, rank, bundles, keep=False)
 
     @ray.method(concurrency_group="control")
     def rank_placement(self, plan: Plan, version: str) -> RankPlacement:
@@ -317,7 +330,7 @@ class Worker:
             return Status(self.generation, -1, "", 0.0, leaving=leaving, node_leaving=of_node)
         state = self.runner.position() or read_progress(self.progress_file)
         found = status_of(state, self.streams)
-        return found._replace(gpu=self._telemetry(), written=activity.chunks, leaving=leaving, node_leaving=of_node)
+        return found._replace(gpu=self._telemetry(), chunks=activity.chunks, leaving=leaving, node_leaving=of_node)
 
     @ray.method(concurrency_group="control", enable_task_events=False)
     def clock(self) -> float:

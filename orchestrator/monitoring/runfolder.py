@@ -204,16 +204,16 @@ class RunFolder:
             self.audit_hash = entry["hash"]  # first: after Ctrl-C the line is written later
             self.files.append(self.path / AUDIT, entry)
 
-    def timelines(self, measured: Timeline, costs: Costs, program: int = 0) -> None:
-        """Writes timeline.arrow (measured), trace.json.gz and timeline.html (both with simulated steps), and to
-        program.arrow what these steps have run: number `program` of the plan's programs.
-
-        `costs` are for steps whose own costs cannot be read.
-        """
+    def timelines(self, measured: Timeline, costs: Costs, program: int = 0, plan: Plan | None = None) -> None:
+        """Writes timeline.arrow, trace.json.gz and timeline.html (both with simulated steps), and to program.arrow
+        what the steps have run: number `program` of the programs of their `plan`, None: the present one. `costs` are
+        for steps whose own costs cannot be read. From any thread."""
         if not measured.spans:
             return
-        plan = self.plan.with_program(program)
-        replace_file(self.path / PROGRAM, plan.program.to_bytes())
+        with self.files.lock:
+            is_present, plan = plan in (None, self.plan), (plan or self.plan).with_program(program)
+            if is_present:  # else `replan` writes another one
+                replace_file(self.path / PROGRAM, plan.program.to_bytes())
         self._save(TIMELINE, measured)
         names, simulated = process_names(plan), simulate_steps(plan, measured, costs)
         with atomic_file(self.path / TRACE) as partial:
@@ -228,7 +228,7 @@ class RunFolder:
 
     def _rank_times(self, plan: Plan) -> str:
         """Writes rank-times.arrow and, of what the ranks of this mesh did, rank-times.svg, which is returned."""
-        times = [each for step in self.rank_times for each in step]
+        times = [each for step in list(self.rank_times) for each in step]  # which another thread may extend
         with atomic_file(self.path / RANK_TIMES) as partial:
             save(times, partial)
         drawing = svg_rank_times(times, plan.mesh, title=f"{plan.name}: ranks beside their peers")

@@ -25,7 +25,7 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.runtime.results import Evaluation, RankSnapshot, StepResult
 
 FENCE_SECONDS, SNAPSHOT_SECONDS = 5.0, 10.0
-COMMIT_SECONDS = 40.0  # of three requests to a store that answers late
+STORING_SECONDS = 40.0  # of three requests to a store that answers late
 Record = Callable[..., None]  # (event, **facts): writes a line of the journal
 
 
@@ -66,7 +66,7 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     Raises CannotRecover when no rank is left, and Superseded when another driver has fenced a rank meanwhile.
     """
     began = time.monotonic()
-    _await_commit(group, state.lost)
+    _await_storing(group, state.lost)
     group.generation += 1
     _call_living(group, state.lost, "fence", FENCE_SECONDS, record)
     if group.superseded:
@@ -98,11 +98,11 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     record("fence", generation=group.generation, step=state.version, seconds=round(seconds, 3))
 
 
-def _await_commit(group: WorkerGroup, lost: Iterable[int]) -> None:
+def _await_storing(group: WorkerGroup, lost: Iterable[int]) -> None:
     """A rank that is committing a checkpoint is fenced only afterwards: while storage is slow it is no lost rank."""
-    refs = [ref for rank, ref in group.committing.items() if rank not in lost]
+    refs = [ref for rank, ref in group.storing.items() if rank not in lost]
     if refs:
-        ray.wait(refs, timeout=COMMIT_SECONDS)
+        ray.wait(refs, timeout=STORING_SECONDS)
 
 
 def is_recordable(state: RecoveryState, done: int) -> bool:

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from pentad.orchestrator.cluster.group import Tick, WorkerGroup
+from pentad.orchestrator.cluster.group import STATUS_SECONDS, Tick, WorkerGroup
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.monitoring.event_bus import EventBus
-from pentad.orchestrator.recovery.retention import require_listed
+from pentad.orchestrator.recovery.retention import looked_up, open_current, require_listed
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import (
     Checkpoint,
     Start,
     Unreadable,
-    open_checked,
     open_checkpoint,
     recover,
 )
@@ -39,7 +39,8 @@ class NewestIntact:
     def find(self) -> Checkpoint | None:
         """Renames newer ones that are damaged. Raises as `recover` does, and if those are gone that the run has had."""
         folder = self.bus.folder
-        found, refused = self._answered(partial(recover, folder.checkpoints, self.restart, self._open))
+        read = partial(recover, folder.checkpoints, self.restart, self._open)
+        found, refused = self._answered(partial(looked_up, read, self.seconds))
         if found is None and not refused and not folder.config.checkpoint.restart_if_damaged:
             require_listed(folder.checkpoints, folder.journal())
         for aside, reason in refused:
@@ -53,7 +54,7 @@ class NewestIntact:
         Raises PentadError if a rank cannot read what the driver can, and for a damaged checkpoint of another run.
         """
         try:
-            self._answered(partial(group.restore, start, tick))
+            self._answered(partial(group.restore, start, tick if start.folder is None else self.moving(tick)))
         except Damaged as error:
             if start.folder is None or start.folder.parent != self.bus.folder.checkpoints:
                 raise
@@ -67,6 +68,7 @@ class NewestIntact:
         """Reads all of a checkpoint; without one that is damaged `find` will do."""
         try:
             self._answered(partial(open_checkpoint, folder))
+            open_current(self.bus.folder, folder)
         except Unreadable:
             raise
         except PentadError as error:
@@ -74,22 +76,27 @@ class NewestIntact:
             return False
         return True
 
+    def moving(self, tick: Tick | None) -> Tick:
+        """A tick that raises PentadError once storage has neither given nor taken anything for too long."""
+        limit = max(self.seconds, self.bus.folder.config.checkpoint.hang_seconds)
+        idle, checked, seen = 0.0, time.monotonic(), dict[int, int]()
+
+        def check(statuses: dict[int, Status]) -> None:
+            nonlocal idle, checked, seen
+            if tick is not None:
+                tick(statuses)
+            now, chunks = time.monotonic(), {rank: status.chunks for rank, status in statuses.items()}
+            idle = idle + min(now - checked, 2 * STATUS_SECONDS) if chunks == seen else 0.0
+            checked, seen = now, chunks
+            if idle > limit:
+                raise PentadError(f"{self.bus.folder.checkpoints} stood still for {limit:g} s: expected an answer")
+
+        return check
+
     def _open(self, folder: Location) -> Checkpoint:
         if folder in self.damaged:
             raise PentadError(self.damaged[folder])
-        found = open_checked(folder)
-        self._require_left_out(found)
-        return found
-
-    def _require_left_out(self, checkpoint: Checkpoint) -> None:
-        """Raises PentadError if the run has gone back to before this checkpoint since, and left out batches: a rank
-        that nobody could reach has committed it afterwards."""
-        known = {tuple(each) for each in checkpoint.meta.get("skipped_batches", [])}
-        rollbacks = [event for event in self.bus.folder.journal() if event["event"] == "rollback"]
-        for first, count in rollbacks[-1]["skipped_batches"] if rollbacks else ():
-            if first < checkpoint.step and (first, count) not in known:
-                found = f"{checkpoint.folder} was trained on batches that the run has left out since"
-                raise PentadError(f"{found}: expected it to leave out {count} from step {first} on")
+        return open_current(self.bus.folder, folder)
 
     def _answered(self, call: Callable[[], T]) -> T:
         """What the call returns, once the storage answers it."""

@@ -166,6 +166,7 @@ class Recovery:
             self._record_lost(state, fault)
         for _ in range(ATTEMPTS):
             try:
+                self.ranks.spares.begin(state.lost)
                 fence(self.group, state, self.bus.record)
                 if state.corrupt:  # steps since the last search may have used what was wrong
                     state.current = ()
@@ -186,6 +187,7 @@ class Recovery:
         else:
             assert fault is not None
             raise fault
+        self.ranks.spares.end_begun()
         self.ranks.end_former()
         mesh = str(self.group.plan.mesh)
         self.bus.record(

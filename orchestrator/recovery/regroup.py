@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -29,12 +30,12 @@ from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.placed_plans import on_hosts, shrunk_plan
 from pentad.orchestrator.recovery.rebalance import LayerChange
 from pentad.orchestrator.recovery.replan import OrderChange
-from pentad.orchestrator.recovery.retention import newest_recorded, pinned_checkpoints
+from pentad.orchestrator.recovery.retention import kept_steps, looked_up, newest_recorded
 from pentad.orchestrator.recovery.spares import Spares
 from pentad.orchestrator.search.replanned_order import EVENT
 from pentad.schedules.spec.mesh import numbered
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.checkpoint import Start, Unreadable, complete_folders, fingerprint, has_manifest
+from pentad.workers.checkpoint.checkpoint import Start, Unreadable, complete_folders, has_manifest
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.replication.source import CopySource
 
@@ -287,7 +288,7 @@ class Regroup:
         """The step of the newest checkpoint, which may be damaged; -1 without one. As the journal has it if the storage
         does not answer or has none: to go back beyond that would undo steps that are safe."""
         with suppress(Unreadable):
-            if listed := complete_folders(self.bus.folder.checkpoints):
+            if listed := looked_up(partial(complete_folders, self.bus.folder.checkpoints)):
                 return max(listed)
         return newest_recorded(self.bus.folder.journal())
 
@@ -312,10 +313,12 @@ class Regroup:
             holders = sorted(current.intersection(plan.holders(shard)))
             for rank in holders if plan.num_zero_shards(shard) > 1 else holders[:1]:
                 owned[rank] = (*owned.get(rank, ()), shard)
-        shards = [shard for its in group.collect(group.submit_save_of(owned, path, state.version)) for shard in its]
-        keep, pinned = self.config.checkpoint.keep, pinned_checkpoints(self.config, self.bus.folder, state.version)
-        commit = group.submit_commit(path, state.version, shards, keep, pinned, min(owned))
-        group.collect(commit)
+        refs, tick = group.submit_save_of(owned, path, state.version), newest.moving(self._check_answers())
+        shards = [shard for its in group.collect(refs, tick=tick) for shard in its]
+        (committed,) = group.collect(group.submit_commit(path, state.version, shards, min(owned)), tick=tick)
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
-        facts = {"seconds": seconds, "manifest": fingerprint(path), "bytes": size}
+        facts = {"seconds": seconds, "manifest": committed.manifest, "bytes": size}
         self.bus.record("checkpoint", generation=group.generation, step=state.version, **facts)
+        kept = kept_steps(self.config, committed.saved, self.bus.folder.evaluations())
+        prune = group.submit_beside("prune", path, self.config.checkpoint.keep, kept, rank=min(owned))
+        group.collect(prune, tick=tick)

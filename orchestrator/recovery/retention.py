@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.evaluations import best_of
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import fingerprint, read_manifest
+from pentad.workers.background import within
+from pentad.workers.checkpoint.checkpoint import Checkpoint, Unreadable, fingerprint, open_checked, read_manifest
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.retention import listed
 
 if TYPE_CHECKING:
     from pentad.orchestrator.monitoring.event_bus import EventBus
+
+LOOKUP_SECONDS = 5.0  # in which storage that works has answered
+T = TypeVar("T")
 
 
 def rollback_target(config: RunConfig, step: int) -> int | None:
@@ -38,10 +42,21 @@ def kept_steps(config: RunConfig, saved: Collection[int], evaluations: Sequence[
     return tuple(kept)
 
 
-def pinned_checkpoints(config: RunConfig, folder: RunFolder, step: int) -> tuple[int, ...]:
-    """Those to keep beside the newest ones once there is one of `step` steps, the newest."""
-    saved = {saved for saved in folder.saved() if saved < step}
-    return kept_steps(config, saved | {step}, folder.evaluations())
+def looked_up(read: Callable[[], T], seconds: float = LOOKUP_SECONDS) -> T:
+    """What a read of the checkpoints' storage returns. Raises Unreadable if it takes longer, so that nothing waits for
+    storage that hangs."""
+    try:
+        return within(seconds, read)
+    except TimeoutError:
+        raise Unreadable(f"the checkpoints' storage has not answered within {seconds:g} s") from None
+
+
+def saved_steps(bus: EventBus) -> list[int]:
+    """Steps of checkpoints, lowest first; none while they cannot be read, which is no reason to end a run that does
+    without."""
+    with suppress(Unreadable):
+        return looked_up(bus.folder.saved)
+    return []
 
 
 def record_committed(bus: EventBus, step: int) -> None:
@@ -49,11 +64,30 @@ def record_committed(bus: EventBus, step: int) -> None:
     was lost, or when a former driver died. Storage that cannot be read costs the line alone."""
     path = bus.folder.checkpoint(step)
     with suppress(PentadError):
-        manifest, found = read_manifest(path), fingerprint(path)
+        manifest, found = looked_up(lambda: (read_manifest(path), fingerprint(path)))
         events = [each for each in bus.folder.journal() if each["event"] == "checkpoint" and each["step"] == step]
         if not events or events[-1]["manifest"] != found:
             facts = {"manifest": found, "bytes": sum(shard.bytes for shard in manifest.shards)}
             bus.record("checkpoint", generation=manifest.meta.get("generation", 0), step=step, **facts)
+
+
+def open_current(folder: RunFolder, checkpoint: Location) -> Checkpoint:
+    """As `open_checked`; also raises PentadError if the run has gone back to before this checkpoint since: a rank that
+    nobody could reach has committed it afterwards."""
+    found, events = open_checked(checkpoint), folder.journal()
+    generation = found.meta.get("generation", 0)
+    known = {tuple(each) for each in found.meta.get("skipped_batches", [])}
+    for event in events:
+        is_later = event["event"] in ("start", "recovered") and event.get("generation", 0) > generation
+        if is_later and event["step"] < found.step:
+            text = f"{checkpoint} is of generation {generation}, but {event['generation']} began with step"
+            raise PentadError(f"{text} {event['step']}: expected a checkpoint from before that")
+    rollbacks = [event for event in events if event["event"] == "rollback"]
+    for first, count in rollbacks[-1]["skipped_batches"] if rollbacks else ():
+        if first < found.step and (first, count) not in known:
+            text = f"{checkpoint} was trained on batches that the run has left out since"
+            raise PentadError(f"{text}: expected it to leave out {count} from step {first} on")
+    return found
 
 
 def newest_recorded(events: Iterable[dict[str, Any]]) -> int:

@@ -8,7 +8,7 @@ GPU. If its node is lost, so is the spare.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -23,12 +23,14 @@ MOST_FAILURES = 3  # spares in a row that end before they are ready
 
 
 class Spare(NamedTuple):
-    """On a node, its actor and the pending answer of its last call; without a place until it is ready."""
+    """On a node, its actor and the pending answer of its last call; without a place until it is ready. It loads as the
+    rank in a `bundle` if that is not -1."""
 
     node: str
     actor: Any
     answer: Any
     place: WorkerPlace | None = None
+    bundle: int = -1
 
 
 class Spares:
@@ -59,6 +61,26 @@ class Spares:
             self._start(node)
         self._show()
 
+    def begin(self, lost: Iterable[int]) -> None:
+        """Has those that are ready load as the lost ranks of their nodes, while the other ranks are still fenced."""
+        group, begun = self.group, {spare.bundle for spare in self.waiting}
+        for rank, bundle in ((rank, group.bundles[rank]) for rank in lost):
+            gone = None if bundle in begun else self._rank_in(bundle)
+            if gone is None or (spare := self._ready(gone.node)) is None:
+                continue
+            if group.plan.device == "cpu" or gone.gpu >= 0:
+                what = group.generation + 1, group.plan, rank, tuple(group.bundles)
+                self.bus.record("spare taken", generation=what[0], rank=rank)  # first: no number is used again
+                group.begun[spare.actor] = what, spare.actor.begin.remote(gone.pid, gone.gpu, *what)
+                self.waiting = [each._replace(bundle=bundle) if each is spare else each for each in self.waiting]
+
+    def end_begun(self) -> None:
+        """Ends those that have loaded as ranks and are none: they may hold a GPU that another process gets."""
+        for spare in [each for each in self.waiting if each.bundle >= 0]:
+            self._remove(spare)
+            ray.kill(spare.actor)
+        self.group.begun.clear()
+
     def take(self, bundle: int, node: str) -> Spare | None:
         """A spare that is to be the rank in a bundle, which is on this node by now; its answer is its place. One that
         is ready, else one that still imports, which is ahead of a new process. None if none is there, or if it is not
@@ -67,14 +89,18 @@ class Spares:
         if self.group.plan.device == "cuda" and (gone is None or gone.node != node or gone.gpu < 0):
             return None
         here = [spare for spare in self.waiting if spare.node == node]
-        ready = [spare for spare in here if spare.place is not None and _has_answered(spare)]
-        spare = next(iter([*ready, *(spare for spare in here if spare.place is None)]), None)
-        if spare is None:
+        begun = next((spare for spare in here if spare.bundle == bundle), None)
+        starting = next((spare for spare in here if spare.place is None), None)
+        if (spare := begun or self._ready(node) or starting) is None:
             return None
         self._remove(spare)
         self._show()
         pid, gpu = (gone.pid, gone.gpu) if gone else (0, -1)
         return spare._replace(answer=spare.actor.take.remote(pid, gpu))
+
+    def _ready(self, node: str) -> Spare | None:
+        free = [each for each in self.waiting if each.node == node and each.place is not None and each.bundle < 0]
+        return next(filter(_has_answered, free), None)
 
     def _rank_in(self, bundle: int) -> WorkerPlace | None:
         """Where the rank was that was started in this bundle, if the bundle has not moved since."""

@@ -4,8 +4,10 @@ steps are done; or evaluate a checkpoint once."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from pentad.orchestrator.cluster.cluster import Cluster
@@ -28,7 +30,13 @@ from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
 from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.recovery import Recovery
-from pentad.orchestrator.recovery.retention import record_committed, require_listed, rollback_target
+from pentad.orchestrator.recovery.retention import (
+    open_current,
+    record_committed,
+    require_listed,
+    rollback_target,
+    saved_steps,
+)
 from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
 from pentad.orchestrator.run.init_from import Origin, adapter_request, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
@@ -39,7 +47,7 @@ from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.checkpoint import Start, Unreadable, open_checked, recover
+from pentad.workers.checkpoint.checkpoint import Start, recover
 from pentad.workers.checkpoint.location import location
 
 FAILURE = "failure.txt"
@@ -159,11 +167,31 @@ def _run_generations(
 ) -> int:
     """Runs steps from `start` on, or from where a former driver has `parked` the ranks, one generation after another,
     until all are done or the run is stopped; returns how many are done."""
+    drawn = list[Future[None]]()
+    with ThreadPoolExecutor(1, "timelines") as thread:
+        draw = lambda history: drawn.append(thread.submit(_write_timelines, bus, history))  # noqa: E731
+        done = _run_in_turn(config, group, bus, requests, start, parked, draw)
+    for each in drawn:
+        each.result()
+    return done
+
+
+def _run_in_turn(
+    config: RunConfig,
+    group: WorkerGroup,
+    bus: EventBus,
+    requests: ControlRequests,
+    start: Start,
+    parked: Parked | None,
+    draw: Callable[[History], None],
+) -> int:
+    """`_run_generations`; `draw` draws the timelines of one beside the next, which would wait for seconds with many
+    ranks."""
     copies = GroupCopies(group, parked.token if parked else None)
     recovery = Recovery(config, group, bus, requests, start, copies, full=parked and parked.full)
     first = saved = bus.view.step if parked else start.step
     if parked is not None:
-        saved = max((step for step in _saved(bus) if step <= first), default=-1)
+        saved = max((step for step in saved_steps(bus) if step <= first), default=-1)
     elif rollback_target(config, first) == 0 and first not in bus.folder.saved():
         saved = -1  # the initial weights are something to go back to as well
     saved_at, shown, hanging = time.monotonic(), None, None
@@ -174,25 +202,27 @@ def _run_generations(
             state, parked = recovery.adopt(parked.lost, first), None
         given = config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup
         steps = StepLoop(*given, shrunk=not recovery.ranks.is_full, hanging=hanging)
-        if state is None:
-            bus.ranks_placed(group)
-            if group.plan is not shown:
-                shown = group.plan
-                print_plan(bus.display.console, shown, steps.history.costs, bus.view.ranks)
-                bus.display.phase("first step")
-            state = _run(steps, recovery, bus)
-        if state is None:
-            return steps.done
-        _record_surviving(steps, state)
-        is_same = steps.history.generation == group.generation  # after a spike alone
-        hanging = steps.saving.current if is_same and steps.saving.hangs else None
+        try:
+            if state is None:
+                bus.ranks_placed(group)
+                if group.plan is not shown:
+                    shown = group.plan
+                    print_plan(bus.display.console, shown, steps.history.costs, bus.view.ranks)
+                    bus.display.phase("first step")
+                state = _run(steps, recovery, bus)
+            if state is None:
+                return steps.done
+            _record_surviving(steps, state)
+        finally:
+            draw(steps.history)
+        hanging = steps.saving.current if steps.saving.hangs else None
         if (spike := steps.spikes.spike) is not None and spike < state.version:
             copies.forget()
             state.version = roll_back(config, group, bus, spike)
         if state.version < steps.done:
             bus.rewind(state.version)
         first, saved_at = state.version, steps.saving.saved_at
-        saved = max((s for s in (steps.saving.durable, *_saved(bus)) if s <= state.version), default=-1)
+        saved = max((s for s in (steps.saving.durable, *saved_steps(bus)) if s <= state.version), default=-1)
 
 
 def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | None:
@@ -206,8 +236,6 @@ def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | 
     except Refusal:
         _save_surviving(steps, recovery, bus)
         raise
-    finally:
-        _write_timelines(bus, steps.history)  # of this plan: the next may be another
     requests = steps.requests
     if fault is not None:
         return recovery.recover(fault, steps.done)
@@ -239,17 +267,10 @@ def _save_surviving(steps: StepLoop, recovery: Recovery, bus: EventBus) -> None:
         bus.display.note(f"the state after step {steps.done} was not saved: {error}")
 
 
-def _saved(bus: EventBus) -> list[int]:
-    """Steps of checkpoints; none while they cannot be read, which is no reason to end a run that does without."""
-    with suppress(Unreadable):
-        return bus.folder.saved()
-    return []
-
-
 def _write_timelines(bus: EventBus, history: History) -> None:
     """Without them the run is still complete, so a full disk costs a note."""
     try:
-        bus.folder.timelines(history.timeline, history.costs, history.program)
+        bus.folder.timelines(history.timeline, history.costs, history.program, history.plan)
         bus.folder.eval_timeline(history.eval_timeline)
         if bus.expert_load.layers:
             bus.folder.save_expert_load(*bus.expert_load)
@@ -282,7 +303,7 @@ def _resume(config: RunConfig, folder: RunFolder, display: Display, origin: Orig
     gone, unless checkpoint.restart_if_damaged, and if one cannot be read.
     """
     restart = config.checkpoint.restart_if_damaged
-    found = recover(folder.checkpoints, restart, open_checked)
+    found = recover(folder.checkpoints, restart, partial(open_current, folder))
     if found.checkpoint is None and not found.refused and not restart:
         require_listed(folder.checkpoints, folder.journal())
     known = _generations(folder)

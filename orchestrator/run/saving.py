@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import STATUS_SECONDS, Refs, Tick, WorkerGroup
 from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.evaluations import Best
+from pentad.orchestrator.monitoring.evaluations import best_of
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.recovery.retention import pinned_checkpoints
+from pentad.orchestrator.recovery.retention import kept_steps
 from pentad.orchestrator.run.bit_checks import BitChecks
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import fingerprint
-from pentad.workers.checkpoint.retention import discard
-
-T = TypeVar("T")
+from pentad.workers.checkpoint.location import Location
+from pentad.workers.runtime.results import Committed, WrittenShards
 
 
 class Save(NamedTuple):
-    """A checkpoint after `step` steps that is written by all ranks, and then, when it `commits`, committed by one, with
-    these facts for the journal; `best` is the best checkpoint then. Nobody waits any more for one that `hangs`."""
+    """A checkpoint after `step` steps, with these facts for the journal: in turn, all ranks of a generation write it,
+    one commits it, and the same prunes older ones; or it discards what was written. Nobody waits any more for one that
+    `hangs`."""
 
     refs: Refs
     step: int
     began: float
-    commits: bool = False
+    generation: int
+    phase: Literal["write", "commit", "prune", "discard"] = "write"
     facts: dict[str, Any] = {}  # noqa: RUF012
-    best: Best | None = None
     hangs: bool = False
 
 
@@ -64,7 +62,7 @@ class Saving:
         self.saved_at = saved_at
         self.current = hanging  # the next one waits for it, or is skipped
         self.waited = 0.0  # seconds that training has waited for it
-        self.written: dict[int, int] = {}  # what ranks last said of it
+        self.chunks: dict[int, int] = {}  # what ranks last said of it
         self.idle, self.watched = 0.0, time.monotonic()  # seconds without a change until then
 
     @property
@@ -74,33 +72,28 @@ class Saving:
     def submit(self, step: int) -> None:
         """Has the ranks copy their state once they are that far, and write it while they train on."""
         self.attempted, self.saved_at = step, time.monotonic()
-        refs = self.group.submit_save(self.bus.folder.checkpoint(step), step)
-        self.current = Save(refs, step, self.saved_at, facts={"waited_seconds": round(self.waited, 3)})
+        refs, facts = self.group.submit_save(self._path(step), step), {"waited_seconds": round(self.waited, 3)}
+        self.current = Save(refs, step, self.saved_at, self.group.generation, facts=facts)
         self.waited = 0.0
 
     def continue_(self, done: int, required: int | None) -> None:
-        """Commits a checkpoint that all ranks have written, and records one that is committed; never before all of its
-        steps are `done`: recorded, and not after a spike. Raises PentadError if that of `required` steps cannot be
-        saved."""
-        if (save := self.current) is not None and not save.commits and self._is_over(save, done):
-            self._commit(save, done, required)
-        if (save := self.current) is not None and save.commits and self._is_over(save, done):
-            self._conclude(save, required)
+        """Goes on with a checkpoint as far as that is possible without waiting; never before all of its steps are
+        `done`: recorded, and not after a spike. Raises PentadError if that of `required` steps cannot be saved."""
+        while (save := self.current) is not None and self._is_over(save, done):
+            self.current = self._next(save, done, required)
 
     def wait(self, done: int, required: int | None) -> None:
         """`continue_` until the checkpoint is committed, has failed, or hangs."""
         with suppress(SaveHangs):
-            if (save := self.current) is not None and not save.commits:
-                self._commit(save, done, required)
-            if (save := self.current) is not None:
-                self._conclude(save, required)
+            while (save := self.current) is not None:
+                self.current = self._next(save, done, required)
 
     def watch(self, statuses: dict[int, Status], done: int) -> None:
         """Finds a checkpoint that hangs, and says so; with the ranks' statuses, about twice a second. Time counts once
         the ranks have taken its steps, and only while this process runs."""
-        now, written = time.monotonic(), {rank: status.written for rank, status in statuses.items()}
+        now, chunks = time.monotonic(), {rank: status.chunks for rank, status in statuses.items()}
         passed, self.watched = min(now - self.watched, 2 * STATUS_SECONDS), now
-        is_moving, self.written = written != self.written, written
+        is_moving, self.chunks = chunks != self.chunks, chunks
         save = self.current
         taken = max(done, min((status.step for status in statuses.values()), default=0))  # an update may wait for it
         if save is None or save.hangs or taken < save.step or is_moving:
@@ -110,7 +103,10 @@ class Saving:
         if self.idle > self.config.checkpoint.hang_seconds:
             self.current = save._replace(hangs=True)
             self.group.give_up_save(save.step)
-            self._note_failure(save.step, self._hang())
+            if save.phase == "prune":
+                self.bus.display.note(f"older checkpoints are still there: {self._hang()}")
+            else:
+                self._note_failure(save.step, self._hang())
 
     def skip(self, step: int, *, is_last: bool = False) -> None:
         """Instead of `submit`, while a checkpoint hangs. Raises PentadError if it is the last one of the run."""
@@ -127,78 +123,84 @@ class Saving:
     def note_lost_rank(self) -> None:
         """A rank has failed, perhaps before it had written its part."""
         save = self.current
-        if save is not None and not save.commits and not save.hangs:
+        if save is not None and save.phase == "write" and not save.hangs:
             with suppress(PentadError):  # the failure of the rank is what counts
                 self._note_failure(save.step, "a rank failed before all had written it")
 
     def _is_over(self, save: Save, done: int) -> bool:
         return done >= save.step and self.checks.vouches_for(save.step) and self.group.is_ready(save.refs)
 
-    def _commit(self, save: Save, done: int, required: int | None) -> None:
-        self.current = self._or_note(save, partial(self._submit_commit, save, done), required)
-
-    def _conclude(self, save: Save, required: int | None) -> None:
-        manifest = self._or_note(save, partial(self._manifest, save), required)
-        self.current, self.saved_at = None, time.monotonic()
-        if manifest is not None:
-            self._record(save, manifest)
-
-    def _submit_commit(self, save: Save, done: int) -> Save | None:
-        """Waits for the files and submits the commit; None for steps after a spike, which no longer count, and for a
-        checkpoint that was given up."""
-        answers = self.group.collect(save.refs, tick=partial(self._tick, save))
-        if save.hangs:
-            self._discard(save)
-            self.bus.display.note(f"{self.bus.folder.checkpoints} answers again: checkpoints are saved as usual")
+    def _next(self, save: Save, done: int, required: int | None) -> Save | None:
+        """What follows once its ranks have answered; None: nothing. Storage that is full, away or cannot be read is
+        fatal only for the checkpoint of `required` steps."""
+        if save.generation != self.group.generation:  # its ranks have left it: all it shows is that storage answers
+            self._note_answers()
             return None
-        for error in (answer for answer in answers if isinstance(answer, str)):
-            raise PentadError(error)
-        if done < save.step:
-            self._discard(save)
-            return None
-        self.bus.folder.files.sync()  # a run that resumes there has the records of all steps before
-        entries = [entry for answer in answers for entry in answer.entries]
-        pinned = pinned_checkpoints(self.config, self.bus.folder, save.step)
-        path, keep = self.bus.folder.checkpoint(save.step), self.config.checkpoint.keep
-        refs = self.group.submit_commit(path, save.step, entries, keep, pinned)
-        snapshot = round(max(answer.snapshot_seconds for answer in answers), 4)
-        facts = {"bytes": sum(entry["bytes"] for entry in entries), "snapshot_seconds": snapshot, **save.facts}
-        return save._replace(refs=refs, commits=True, facts=facts, best=self.bus.folder.best(save.step))
-
-    def _manifest(self, save: Save) -> str:
-        """Waits for the commit; returns the hash of what has been committed."""
-        for reason in filter(None, self.group.collect(save.refs, tick=partial(self._tick, save))):
-            self.bus.display.note(f"older checkpoints are still there: {reason}")
-        return fingerprint(self.bus.folder.checkpoint(save.step))
-
-    def _record(self, save: Save, manifest: str) -> None:
-        seconds, generation = round(time.monotonic() - save.began, 3), self.group.generation
-        facts = {"seconds": seconds, "manifest": manifest, **save.facts}
-        self.bus.record("checkpoint", generation=generation, step=save.step, **facts)
-        self.durable = save.step
-        if save.best is not None and save.best.step == save.step:
-            self.bus.record("best", generation=generation, step=save.step, loss=save.best.loss)
-            self.bus.display.note(f"the checkpoint of step {save.step} is the best so far: loss {save.best.loss:.4f}")
-        self.requests.checkpoint_saved(save.step)
-
-    def _or_note(self, save: Save, action: Callable[[], T], required: int | None) -> T | None:
-        """What the action returns; None when the storage is full, away or cannot be read, which is fatal only for the
-        checkpoint of `required` steps."""
         try:
-            return action()
+            answers = self.group.collect(save.refs, tick=partial(self._tick, save))
+            if save.phase == "write":
+                return self._commit(save, answers, done)
+            if save.phase == "commit":
+                return self._record(save, *answers)
+            if save.phase == "prune" and answers[0]:
+                self.bus.display.note(f"older checkpoints are still there: {answers[0]}")
+            if save.hangs:
+                self._note_answers()
+            return None
         except WorkerError:
             raise
         except PentadError as error:
-            if self.requests.aborted:
-                raise
-            if save.hangs:
-                return None  # which has been noted
+            return self._failed(save, error, required)
+
+    def _commit(self, save: Save, answers: list[WrittenShards | str], done: int) -> Save | None:
+        """Not steps after a spike, which no longer count, nor a checkpoint that was given up."""
+        if save.hangs:
+            return self._discarding(save)
+        for error in (answer for answer in answers if isinstance(answer, str)):
+            raise PentadError(error)
+        if done < save.step:
+            return self._discarding(save)
+        self.bus.folder.files.sync()  # a run that resumes there has the records of all steps before
+        written = [answer for answer in answers if not isinstance(answer, str)]
+        entries = [entry for answer in written for entry in answer.entries]
+        snapshot = round(max(answer.snapshot_seconds for answer in written), 4)
+        facts = {"bytes": sum(entry["bytes"] for entry in entries), "snapshot_seconds": snapshot, **save.facts}
+        refs = self.group.submit_commit(self._path(save.step), save.step, entries)
+        return save._replace(refs=refs, phase="commit", facts=facts)
+
+    def _record(self, save: Save, committed: Committed) -> Save:
+        self.saved_at = time.monotonic()
+        seconds, generation = round(self.saved_at - save.began, 3), self.group.generation
+        facts = {"seconds": seconds, "manifest": committed.manifest, **save.facts}
+        self.bus.record("checkpoint", generation=generation, step=save.step, **facts)
+        self.durable, evaluations = save.step, self.bus.folder.evaluations()
+        saved = {step for step in committed.saved if step < save.step} | {save.step}
+        best = best_of(evaluations, self.config.checkpoint.keep_best, saved)
+        if best is not None and best.step == save.step:
+            self.bus.record("best", generation=generation, step=save.step, loss=best.loss)
+            self.bus.display.note(f"the checkpoint of step {save.step} is the best so far: loss {best.loss:.4f}")
+        self.requests.checkpoint_saved(save.step)
+        kept = kept_steps(self.config, saved, evaluations)
+        refs = self.group.submit_beside("prune", self._path(save.step), self.config.checkpoint.keep, kept)
+        return save._replace(refs=refs, phase="prune", hangs=False)
+
+    def _discarding(self, save: Save) -> Save:
+        """Has a rank delete what was written: the next checkpoint needs the room."""
+        return save._replace(refs=self.group.submit_beside("discard", self._path(save.step)), phase="discard")
+
+    def _note_answers(self) -> None:
+        self.bus.display.note(f"{self.bus.folder.checkpoints} answers again: checkpoints are saved as usual")
+
+    def _failed(self, save: Save, error: PentadError, required: int | None) -> Save | None:
+        if self.requests.aborted:
+            raise error
+        if save.phase == "prune":
+            self.durable = -1  # it was damaged when it was read again; whether another one counts is not known
+        if not save.hangs:  # which has been noted
             if save.step == required:
                 raise PentadError(f"the last state, after step {save.step}, was not saved: {error}") from error
-            if not save.commits:
-                self._discard(save)
             self._note_failure(save.step, str(error))
-            return None
+        return self._discarding(save) if save.phase == "write" else None
 
     def _tick(self, save: Save, statuses: dict[int, Status]) -> None:
         """Raises SaveHangs once the checkpoint does, for which the driver waits."""
@@ -210,7 +212,5 @@ class Saving:
         self.bus.record("checkpoint failed", generation=self.group.generation, step=step, error=error)
         self.bus.display.note(f"no checkpoint of step {step}, training continues: {error}")
 
-    def _discard(self, save: Save) -> None:
-        """Deletes what has been written of a checkpoint that will not be: the next one needs the room."""
-        with suppress(PentadError):
-            discard(self.bus.folder.checkpoint(save.step))
+    def _path(self, step: int) -> Location:
+        return self.bus.folder.checkpoint(step)

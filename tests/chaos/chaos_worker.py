@@ -13,6 +13,7 @@ from pentad.orchestrator.cluster.rank_status import Status, status_of
 from pentad.orchestrator.cluster.worker import Worker, WorkerPlace
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.replication.parts import CopyKey, HostCopies
+from pentad.workers.runtime.results import Committed
 
 if TYPE_CHECKING:
     from chaos_history import Simulation
@@ -60,13 +61,13 @@ class SimWorker(Worker):
     def reserved(self, generation: int) -> None:
         self._require_equal(generation)
 
-    def commit(self, generation: int, folder: str, step: int, *rest: Any) -> str:
+    def commit(self, generation: int, folder: str, step: int, *rest: Any) -> Committed:
         self.simulation.reached("committing", self.process)
         self.simulation.may_write(self.process)
-        super().commit(generation, folder, step, *rest)
+        found = super().commit(generation, folder, step, *rest)
         self.simulation.check_acts(generation, self.process, f"committed checkpoint {step}")
         self.simulation.saved()
-        return ""
+        return found
 
     def commit_copy(self, key: CopyKey) -> None:
         self.simulation.check_copy(key)

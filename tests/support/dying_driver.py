@@ -48,7 +48,7 @@ POINTS: dict[str, tuple[type, str, Condition, bool]] = {
         lambda folder, entry: entry["event"] == "step" and entry["step"] == STEP,
         True,
     ),
-    "a checkpoint is written, but not committed": (Saving, "_submit_commit", always, False),
+    "a checkpoint is written, but not committed": (Saving, "_commit", always, False),
     "a checkpoint is committed, but not recorded": (Saving, "_record", always, False),
     "a copy in memory is made, but does not count": (GroupCopies, "commit", copies, False),
     "a lost rank is not replaced": (Regroup, "_members", always, False),

@@ -16,11 +16,21 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.abort import Aborted
+from pentad.workers.checkpoint.checkpoint import committed, fingerprint
 from pentad.workers.checkpoint.location import location
 from pentad.workers.replication.parts import CopyKey, HeldPart
 from pentad.workers.replication.replicator import SentPart
 from pentad.workers.replication.source import CopySource
-from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
+from pentad.workers.runtime.results import (
+    Committed,
+    EvalResult,
+    Evaluation,
+    LossSum,
+    RankSnapshot,
+    StepResult,
+    WrittenShards,
+)
 
 if TYPE_CHECKING:
     from fake_ray import FakeRay
@@ -63,6 +73,10 @@ class Rank:
 
     def take(self, pid: int, gpu: int) -> WorkerPlace:
         return self.place()._replace(gpu=gpu)
+
+    def begin(self, pid: int, gpu: int, generation: int, plan: Plan, number: int, bundles: tuple[int, ...]) -> str:
+        assert self.version < 0, "a spare has no state"
+        return self.start(generation, plan, number, bundles, keep=False)
 
     def status(self) -> Status:
         return Status(self.generation, self.version, "", 0.0, leaving=self.leaving, node_leaving=self.node_leaving)
@@ -141,11 +155,13 @@ class Rank:
             raise Blocked
 
     def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
-        assert generation == self.generation
+        is_stuck = (step, self.number) == self.fake.writing
+        if generation != self.generation:
+            raise Hangs if is_stuck else Aborted
         if self.copied != step:
             raise Blocked
-        self.hanging = (step, self.number) == self.fake.writing
-        if self.hanging:
+        self.hanging = is_stuck
+        if is_stuck:
             raise Hangs
         if step in self.fake.full:
             return "folder checkpoints cannot be written (No space left on device): expected room"
@@ -209,14 +225,21 @@ class Rank:
         self.fake.written.setdefault(step, []).extend(shards)
         return [{"bytes": 1}] * len(shards)
 
-    def commit(
-        self, generation: int, folder: str, step: int, shards: Any, meta: Any, keep: int, pinned: tuple[int, ...]
-    ) -> str:
-        assert generation == self.generation
-        save_small(location(folder), step, meta)
+    def commit(self, generation: int, folder: str, step: int, shards: Any, meta: Any) -> Committed:
+        path = location(folder)
+        if generation == self.generation:
+            save_small(path, step, meta)
         if step in self.fake.committing:
             raise Hangs
+        assert generation == self.generation
+        return Committed(fingerprint(path), list(committed(path.parent)))
+
+    def prune(self, generation: int, folder: str, keep: int, pinned: tuple[int, ...]) -> str:
+        assert generation == self.generation
         return ""
+
+    def discard(self, generation: int, folder: str) -> None:
+        assert generation == self.generation
 
     def fence(self, generation: int) -> None:
         if generation <= self.generation:

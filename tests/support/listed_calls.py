@@ -23,8 +23,9 @@ from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.checkpoint import committed, fingerprint, folder_of, step_of
 from pentad.workers.integrity.result import RankCheck
-from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, StepResult, WrittenShards
+from pentad.workers.runtime.results import Committed, EvalResult, Evaluation, LossSum, StepResult, WrittenShards
 
 HELD_OUT = ("data.holdout=0.1",)
 
@@ -77,13 +78,18 @@ class Ranks:
     def submit_check(self, step: int) -> list[tuple]:
         return self._submit("check", step, False)
 
-    def submit_commit(self, folder: Path, step: int, shards: list, keep: int, pinned: tuple[int, ...]) -> list[tuple]:
+    def submit_commit(self, folder: Path, step: int, shards: list) -> list[tuple]:
         assert [shard["of"] for shard in shards] == [0, 1]
         assert self.calls is None or self.calls.done >= step, "a checkpoint is of steps that are accounted for"
         self.unfinished.add("commit")
-        self.pinned.append(pinned)
         save_small(folder, step)
+        self.checkpoints = folder.parent
         return self._submit("commit", step)
+
+    def submit_beside(self, method: str, folder: Path, *arguments: Any) -> list[tuple]:
+        if method == "prune":
+            self.pinned.append(arguments[1])
+        return [(method, step_of(folder))]
 
     def label(self, rank: int) -> str:
         return f"rank {rank}"
@@ -96,7 +102,7 @@ class Ranks:
 
     def is_ready(self, refs: list[tuple]) -> bool:
         ((what, step, *_),) = refs
-        return what == "commit" or step not in self.slow
+        return what != "save" or step not in self.slow
 
     def collect(self, refs: list[tuple], *, tick: Any = None) -> list:
         (call,) = refs
@@ -118,6 +124,9 @@ class Ranks:
         if call[0] == "check":
             self.now += self.seconds
             return [RankCheck({"w": self.states.get((call[1], rank), 0)}, {}, {}) for rank in range(3)]
+        if call[0] == "commit":
+            folder = folder_of(self.checkpoints, call[1])
+            return [Committed(fingerprint(folder), list(committed(self.checkpoints)))]
         if call[0] != "run":
             return [None]
         steps = [*self.kept, *(self._step(step) for step in range(call[1], call[1] + call[2]))]

@@ -41,7 +41,7 @@ from pentad.workers.checkpoint.manifest import (
     encode,
     pieces_by_tensor,
 )
-from pentad.workers.checkpoint.safetensors_header import Stored, read_header
+from pentad.workers.checkpoint.safetensors_header import Stored, stored_tensors
 from pentad.workers.checkpoint.storage import storage_errors, storage_of
 
 MANIFEST = "manifest.json"
@@ -97,8 +97,9 @@ def commit(
 
     Call it after every rank's `write_shard` has returned; a second call with the same arguments changes nothing. Raises
     PentadError for a tensor or file that occurs twice, a shard that is missing or of another size, a `step` that is not
-    the folder's, a `meta` that is not plain JSON, a checkpoint that another writer has committed meanwhile, and a
-    storage failure (the checkpoint may be visible after that, and is complete if it is).
+    the folder's, a `meta` that is not plain JSON, a checkpoint that another writer has committed meanwhile, which is
+    replaced if it is of an earlier generation, and a storage failure (the checkpoint may be visible after that, and is
+    complete if it is).
     """
     with _naming(folder):
         data = encode(Manifest(step, meta, tuple(shards)))
@@ -110,8 +111,20 @@ def commit(
         try:
             storage.write_new(folder / name, data, publishing)
         except FileExistsError:
-            raise PentadError(f"checkpoint {folder}: another writer has committed it: expected one writer") from None
+            if not _is_stale(folder, name, meta):
+                text = f"checkpoint {folder}: another writer has committed it: expected one writer"
+                raise PentadError(text) from None
+            with publishing():
+                storage.delete_files(folder, [name])
+            storage.write_new(folder / name, data, publishing)
     return folder / name
+
+
+def _is_stale(folder: Location, name: str, meta: dict[str, Any]) -> bool:
+    """Whether a manifest in a folder is of an earlier generation of the run: the run has gone back since, and a rank
+    that nobody could reach has committed it afterwards."""
+    found = decode(_manifest_bytes(folder, name, _files(folder))).meta
+    return found.get("run") == meta.get("run") and found.get("generation", 0) < meta.get("generation", 0)
 
 
 def open_checkpoint(folder: Location) -> Checkpoint:
@@ -348,16 +361,6 @@ def _check_content(folder: Location, shard: Shard) -> None:
         raise unreadable(shard.file, error) from error
     if specs != shard.tensors:
         raise Damaged(f"{shard.file} has tensors that differ from {MANIFEST}: expected the same names and shapes")
-
-
-def stored_tensors(file: Any, name: str, size: int) -> dict[str, Stored]:
-    """The tensors of an open shard of this name. Raises PentadError for another kind of file."""
-    try:
-        return read_header(file, size)
-    except Damaged:
-        raise
-    except PentadError as error:
-        raise Damaged(f"{name} cannot be read ({error}): expected a safetensors file") from None
 
 
 def _check_step(folder: Location, step: int) -> None:

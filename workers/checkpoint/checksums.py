@@ -111,6 +111,7 @@ class CheckedFile:
         """Reads whole blocks from this one on."""
         self.file.seek(block * BLOCK_BYTES)
         found = self.file.readinto(target)
+        activity.chunks += 1
         if found != len(target):
             raise Damaged(f"{self.name} ends at byte {block * BLOCK_BYTES + found}: expected {self.size} bytes")
         for at in range(0, len(target), BLOCK_BYTES):

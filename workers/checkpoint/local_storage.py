@@ -74,7 +74,7 @@ class Storage(Protocol[L]):
         """Deletes a folder, if it exists, these files in it before the others."""
 
     def delete_files(self, folder: L, names: Iterable[str]) -> None:
-        """Deletes files."""
+        """Deletes files, and the folder if it is empty then."""
 
     def sweep(self, root: L, before: float) -> None:
         """Forgets what has been written since before that Unix second to files below `root` that are not there yet."""
@@ -150,6 +150,8 @@ class Local:
     def delete_files(self, folder: Path, names: Iterable[str]) -> None:
         for name in names:
             (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()
 
     def sweep(self, root: Path, before: float) -> None:
         pass

@@ -117,14 +117,15 @@ def delete_checkpoint(folder: Location) -> None:
 
 
 def discard(folder: Location) -> None:
-    """Deletes what this run has written of a checkpoint that will not be. In a store that is left to `delete_older`,
-    since files of another writer may be there."""
+    """Deletes what this run has written of a checkpoint that will not be: the files that are there now, unless they
+    are committed. In a store that is left to `delete_older`, since files of another writer may be there."""
     try:
-        is_shared = storage_of(folder).grace_seconds > 0
+        storage = storage_of(folder)
+        files = storage.files(folder) if storage.grace_seconds == 0 else {}
+        if manifest_name(files) is None:
+            storage.delete_files(folder, files)
     except OSError as error:
         raise _undeletable(folder, error) from error
-    if not is_shared:
-        delete_checkpoint(folder)
 
 
 def delete_older(root: L, keep: int, pinned: Sequence[int] = ()) -> tuple[L, ...]:

@@ -7,6 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.manifest import Spec
 
 FIRST_READ = 1 << 16  # bytes, in which most headers fit: a request to a store takes longer than they do
@@ -43,3 +44,13 @@ def _stored(entry: dict[str, Any], begin: int, size: int) -> Stored:
     if not 0 <= first <= last <= size - begin or (last - first) * 8 != math.prod(shape) * bits:
         raise ValueError
     return Stored(Spec(dtype=dtype, shape=shape), begin + first)
+
+
+def stored_tensors(file: Any, name: str, size: int) -> dict[str, Stored]:
+    """The tensors of an open shard of this name. Raises PentadError for another kind of file."""
+    try:
+        return read_header(file, size)
+    except Damaged:
+        raise
+    except PentadError as error:
+        raise Damaged(f"{name} cannot be read ({error}): expected a safetensors file") from None

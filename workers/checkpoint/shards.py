@@ -3,18 +3,18 @@
 import errno
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, manifest_name, stored_tensors, unreadable
+from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, manifest_name, unreadable
 from pentad.workers.checkpoint.local_storage import Publishing, missing
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.manifest import Shard, Spec, is_file_name
-from pentad.workers.checkpoint.safetensors_header import Stored
+from pentad.workers.checkpoint.safetensors_header import Stored, stored_tensors
 from pentad.workers.checkpoint.safetensors_io import DTYPES, header, num_bytes, write_tensors
 from pentad.workers.checkpoint.storage import storage_errors, storage_of
 
@@ -30,8 +30,8 @@ def write_shard(
 
     Copies to the host some MiB at a time; the caller must not change them meanwhile. The file gets its name within
     `publishing()`, which may raise to prevent that, as it may between two chunks. Raises PentadError, with nothing left
-    behind, for full or unwritable storage, an invalid file or tensor name, a dtype that cannot be stored, and a folder
-    that is already committed (`delete_checkpoint` first).
+    behind, for full or unwritable storage, an invalid file or tensor name, a dtype that cannot be stored, and a file of
+    a folder that is already committed (`delete_checkpoint` first).
     """
     if not is_file_name(file):
         raise PentadError(f"file is {file!r}: expected a plain name that ends in .safetensors")
@@ -47,13 +47,26 @@ def write_shard(
     required = len(header(specs)) + num_bytes(specs.values())
     with storage_errors(folder, required):
         storage = storage_of(folder)
-        if manifest_name(storage.files(folder)) is not None:
+        files = storage.files(folder)
+        if file in files and manifest_name(files) is not None:
             raise PentadError(f"folder {folder} holds a committed checkpoint: expected one without {MANIFEST}")
         if storage.free_bytes(folder) < required:  # fail before filling the disk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         storage.make_folder(folder)
         parts = _chunks((tensors[name] for name in order), publishing)
         return write_tensors(folder / storage.new_name(file), specs, parts, publishing=publishing)
+
+
+def write_shards(
+    folder: Location,
+    files: Mapping[str, Mapping[str, torch.Tensor]],
+    generation: int,
+    publishing: Publishing = nullcontext,
+) -> list[dict[str, Any]]:
+    """Writes several files, and returns their entries for the manifest. Their names have the generation: what a rank
+    of an earlier one, which nobody can reach, writes late is in no checkpoint of this one."""
+    names = {file: file.replace(".", f".gen{generation}.", 1) for file in files}
+    return [write_shard(folder, names[file], dict(its), publishing).plain() for file, its in files.items()]
 
 
 def stored_order(tensors: dict[str, torch.Tensor]) -> list[str]:

@@ -36,6 +36,7 @@ class GpuProgress:
         self.words = torch.zeros(len(streams) + 1, dtype=torch.int32).pin_memory()
         self.address = {lane: self.words.data_ptr() + 4 * number for number, lane in enumerate((*streams, LAYERS))}
         self.counts, self.index = self.words.numpy()[:-1], {lane: number for number, lane in enumerate(streams)}
+        self.issuing = 0  # instructions, of which an overlapped pair is two
         self.num_waits = 0  # in the layers of the action that is being issued
 
     def begin_step(self) -> None:
@@ -96,13 +97,19 @@ class GpuProgress:
             check()
             time.sleep(POLL_SECONDS)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that has been issued is complete. From any thread."""
+        return not self.issuing and not any(map(self.pending, self.index))
+
     def drain(self, longest_instruction: float) -> None:
-        """Waits until no instruction has ended for longer than the longest one takes, as transfers inside an
-        instruction must not be cut short; at most DRAIN_SECONDS. From any thread; makes no calls of the CUDA driver."""
+        """Waits until all is complete, or no instruction has ended for longer than the longest one takes, as transfers
+        inside an instruction must not be cut short; at most DRAIN_SECONDS. From any thread, once no more instructions
+        begin; makes no calls of the CUDA driver."""
         quiet = max(QUIET_SECONDS, 1.5 * longest_instruction)
         last_change, completed = time.monotonic(), -1
         deadline = last_change + DRAIN_SECONDS
-        while time.monotonic() < min(last_change + quiet, deadline):
+        while not self.is_idle and time.monotonic() < min(last_change + quiet, deadline):
             if (now := int(self.counts.sum())) != completed:
                 last_change, completed = time.monotonic(), now
             time.sleep(0.01)

@@ -170,6 +170,7 @@ class CudaStreams:
     def issue(self, part: Instruction) -> Iterator[None]:
         """What is launched inside runs on the lane of the instruction, after those it waits for."""
         lane, stream = part.lane, self.streams[part.lane]
+        self.progress.issuing += 1
         for key in part.waits:
             other, event = self.ends[key]
             if other != lane:
@@ -180,6 +181,7 @@ class CudaStreams:
             yield
             end.record(stream)
         self.progress.count(lane)
+        self.progress.issuing -= 1
         self.ends[part.key] = (lane, end)
         self.timer.add(part, start, end)
 

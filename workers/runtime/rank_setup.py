@@ -55,6 +55,13 @@ from pentad.workers.transport.stream_flags import StreamFlags
 SWITCH_SECONDS = 2e-4
 
 
+def init_cuda() -> None:
+    """Initializes the CUDA driver in this process, without a context or memory of a GPU."""
+    # A lane that waits blocks every lane on its hardware queue; a program has more lanes than the default of 8 queues.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    torch.cuda.init()
+
+
 def prepare_device(kind: str, gpu: int, *, graphs: bool = False) -> torch.device:
     """The device of this process: GPU number `gpu` of its host, or the CPU with one thread. With `graphs` this thread
     leaves the default stream, which cannot be captured."""
@@ -64,13 +71,12 @@ def prepare_device(kind: str, gpu: int, *, graphs: bool = False) -> torch.device
     if kind == "cpu":
         torch.set_num_threads(1)
         return torch.device("cpu")
-    # A lane that waits blocks every lane on its hardware queue; a program has more lanes than the default of 8 queues.
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     # The driver detects lost ranks. By default torch would end the process, or hold on to a communicator of several
     # hosts for a minute to dump its last operations, and with it the thread that releases it.
     for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING"):
         os.environ[f"TORCH_NCCL_{name}"] = "0"
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1"
+    init_cuda()
     device = torch.device(kind, gpu)
     torch.cuda.set_device(device)
     if graphs:

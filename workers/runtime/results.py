@@ -93,6 +93,13 @@ class WrittenShards(NamedTuple):
     snapshot_seconds: float = 0.0
 
 
+class Committed(NamedTuple):
+    """A checkpoint that a rank has committed: the hash of its manifest, and the steps of all that count."""
+
+    manifest: str
+    saved: list[int]
+
+
 @dataclass(frozen=True)
 class RankSnapshot:
     """The state of a rank after its generation was aborted.

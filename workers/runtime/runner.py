@@ -17,7 +17,7 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.abort import AbandonableThread, Fence, SocketRegistry, abandonable
 from pentad.workers.background import awaited, in_background
 from pentad.workers.checkpoint.location import location
-from pentad.workers.checkpoint.shards import write_shard
+from pentad.workers.checkpoint.shards import write_shards
 from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.host_memory import HostMemory, Reservation
 from pentad.workers.integrity.rank_check import check_rank
@@ -243,8 +243,7 @@ class Runner:
         files, seconds = self.snapshots.take(step, self.fence_flag.check)
         try:
             publishing = partial(self.snapshots.publishing, step, self.fence_flag.publishing)
-            found = [write_shard(location(folder), *each, publishing) for each in files.items()]
-            return WrittenShards([entry.plain() for entry in found], seconds)
+            return WrittenShards(write_shards(location(folder), files, self.generation, publishing), seconds)
         finally:
             self.snapshots.release()
 
@@ -268,7 +267,7 @@ class Runner:
         given parameter shards that it holds. Works after `leave`, too. Returns the entries for the manifest."""
         if self._connected.lanes.has_unread_steps:
             self._finish_open_step()
-        return [write_shard(location(folder), *each).plain() for each in self.state.files(param_shards).items()]
+        return write_shards(location(folder), self.state.files(param_shards), self.generation)
 
     def fence(self) -> None:
         """Ends the generation: no further step is committed, and the train thread is freed. From any thread.

@@ -166,11 +166,12 @@ def test_a_checkpoint_is_committed_unless_its_generation_ends_meanwhile(worker: 
         folder.mkdir(parents=True)
         shards = [write_shard(folder, "a.safetensors", {"w": torch.zeros(2)}).plain()]
         if generation == 3:
-            worker.commit(generation, str(folder), step, shards, {}, 1, ())
+            worker.commit(generation, str(folder), step, shards, {})
             assert read_manifest(folder).step == step
+            assert worker.prune(generation, str(folder), 1, ()) == ""
         else:
             with pytest.raises(StaleGeneration):
-                worker.commit(generation, str(folder), step, shards, {}, 1, ())
+                worker.commit(generation, str(folder), step, shards, {})
     assert worker.folder_problem(str(tmp_path)) is None
     assert "step-00000001" not in {path.name for path in (tmp_path / "checkpoints").iterdir()}, "one is kept"
 
@@ -192,9 +193,9 @@ def test_a_commit_that_was_given_up_is_none(worker: Worker, tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "commit", hangs)
         with pytest.raises(PentadError, match="the checkpoint of step 1 was given up"):
-            worker.commit(3, str(folder), 1, shards, {}, 1, ())
+            worker.commit(3, str(folder), 1, shards, {})
     assert given_up == [1] and {path.name for path in folder.iterdir()} == {"a.safetensors"}
-    worker.commit(3, str(folder), 1, shards, {}, 1, ())
+    worker.commit(3, str(folder), 1, shards, {})
     assert read_manifest(folder).step == 1, "a later attempt counts"
     with pytest.raises(StaleGeneration):
         worker.give_up_save(2, 1)
@@ -214,7 +215,8 @@ def test_an_older_checkpoint_that_cannot_be_deleted_fails_no_commit(
     folder = tmp_path / "checkpoints" / "step-00000001"
     folder.mkdir(parents=True)
     shards = [write_shard(folder, "a.safetensors", {"w": torch.zeros(2)}).plain()]
-    assert "Permission denied" in worker.commit(3, str(folder), 1, shards, {}, 1, ())
+    worker.commit(3, str(folder), 1, shards, {})
+    assert "Permission denied" in worker.prune(3, str(folder), 1, ())
     assert read_manifest(folder).step == 1
 
 
@@ -264,6 +266,15 @@ def test_a_spare_takes_the_gpu_of_a_process_once_that_is_gone(worker: Worker, gp
     assert worker.place().gpu == 5
     gpus[:] = ["MIG-1"]
     assert worker.place().gpu == -1, "a MIG instance has a name"
+
+
+def test_a_spare_loads_for_a_generation_that_the_others_are_yet_to_be_fenced_for(
+    worker: Worker, gpus: list[str]
+) -> None:
+    worker.begin(0, -1, 4, plan(), 0, (5, 6))
+    assert (worker.generation, worker.rank, worker.runner.rank, worker.runner.previous) == (4, 0, 0, None)
+    with pytest.raises(StaleGeneration):
+        worker.start(3, plan(), 0, (5, 6), False)
 
 
 @pytest.mark.parametrize(("visible", "index"), [("5,7,4", 1), ("", 7), (None, 7)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pentad.orchestrator.recovery import fence
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_complete
 from pentad.orchestrator.recovery.recovery import ATTEMPTS, CHECK_SECONDS
 from pentad.orchestrator.run import driver
+from pentad.orchestrator.run.measure import History
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start, set_aside
 from pentad.workers.checkpoint.checksums import Damaged
@@ -125,7 +127,7 @@ def test_a_rank_that_commits_a_checkpoint_is_fenced_once_it_has(
 ) -> None:
     """However slow the storage is: it would be given up for lost otherwise."""
     run, wait, waited, commit = start(*SQUARE), fence.ray.wait, list[tuple[int, float]](), object()
-    run.group.committing = {0: commit}
+    run.group.storing = {0: commit}
 
     def recorded(refs: list[object], **given: float) -> object:
         if refs != [commit]:
@@ -135,7 +137,7 @@ def test_a_rank_that_commits_a_checkpoint_is_fenced_once_it_has(
 
     monkeypatch.setattr(fence.ray, "wait", recorded)
     run.recovery.recover(run.lose(lost), 7)
-    assert waited == ([(1, fence.COMMIT_SECONDS)] if lost else [])
+    assert waited == ([(1, fence.STORING_SECONDS)] if lost else [])
 
 
 def test_a_mesh_that_may_not_shrink_ends_the_run_and_keeps_the_group(start: StartRun) -> None:
@@ -317,3 +319,33 @@ def test_a_rank_that_alone_finds_a_checkpoint_damaged_ends_the_run_and_no_checkp
     with pytest.raises(PentadError, match=r"CRC-32 is 1, expected 2, but the driver finds .*step-00000005 intact: "):
         run.recovery.recover(run.lose(1), 7)
     assert run.folder.saved() == [3, 5] and not run.events("checkpoint refused")
+
+
+def test_a_checkpoint_that_storage_never_gives_ends_the_run(start: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(folder: object) -> None:
+        raise fake_rank.Hangs
+
+    run = start(*LINE, "checkpoint.hang_seconds=120")
+    run.save(5)
+    monkeypatch.setattr(fake_rank, "problem_of", hangs)
+    fault, began = run.lose(1), run.fake.now
+    with pytest.raises(PentadError, match=r"checkpoints stood still for 120 s: expected an answer"):
+        run.recovery.recover(fault, 7)
+    assert 120 < run.fake.now - began < 130
+
+
+def test_the_timelines_of_a_generation_are_drawn_beside_the_next_one(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, goes_on, drawn = start(*SQUARE, "run.steps=20", "eval.every=0"), threading.Event(), list[int]()
+    run.fake.on_call = lambda rank, method: goes_on.set() if 15 in run.fake.trained else None
+
+    def draw(bus: object, history: History) -> None:
+        assert goes_on.wait(30), "the next generation waits"
+        drawn.append(history.generation)
+
+    monkeypatch.setattr(driver, "_write_timelines", draw)
+    run.fake.faults = {10: (2,)}
+    run.group.restore(Start())
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == 20
+    assert drawn == [1, 2]

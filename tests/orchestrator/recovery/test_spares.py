@@ -105,7 +105,51 @@ def test_a_lost_rank_is_a_spare_of_its_node_and_another_one_waits(start: StartRu
     assert new_ranks(run) == {3: second} and run.versions() == [7] * 4 and state.version == 7
     assert run.events("recovered")[0]["spares"] == [3] and run.bus.view.spares == 1
     assert [rank.node for rank in waiting(run)] == ["node0", "node1"] and run.bus.view.spares == 2
-    assert [row["event"] for row in run.bus.folder.journal() if row["event"].startswith("spare")] == ["spare ready"] * 3
+    events = [row["event"] for row in run.bus.folder.journal() if row["event"].startswith("spare")]
+    assert events == ["spare ready", "spare ready", "spare taken", "spare ready"]
+
+
+def calls_of(run: FakeRun, *methods: str) -> list[tuple[Rank, str]]:
+    """What ranks are asked from now on."""
+    found = list[tuple[Rank, str]]()
+    run.fake.on_call = lambda rank, method: found.append((rank, method)) if method in methods else None
+    return found
+
+
+def test_a_spare_loads_while_the_others_are_fenced(start: StartRun) -> None:
+    run = start(*SQUARE, "elastic.spares=1")
+    (spare,) = waiting(run)
+    calls = calls_of(run, "begin", "fence", "start")
+    run.recovery.recover(run.lose(0), 7)
+    assert calls[0] == (spare, "begin") and new_ranks(run) == {0: spare}
+    assert [rank for rank, method in calls if method == "start"] == run.before[1:]
+
+
+def test_a_spare_that_loads_starts_again_if_another_rank_is_lost_meanwhile(start: StartRun) -> None:
+    run = start(*SQUARE, "elastic.spares=1")
+    (spare,) = waiting(run)
+
+    asked = list[str]()
+
+    def lose_another(rank: Rank, method: str) -> None:
+        run.before[3].is_alive &= method != "connect"
+        asked.extend([method] if rank is spare and method in ("begin", "start") else [])
+
+    fault, run.fake.on_call = run.lose(0), lose_another
+    run.recovery.recover(fault, 7)
+    assert new_ranks(run)[0] is spare and sorted(new_ranks(run)) == [0, 3] and run.versions() == [7] * 4
+    assert asked == ["begin", "start"]
+
+
+def test_a_spare_that_has_loaded_and_is_no_rank_ends(start: StartRun) -> None:
+    """It may have taken a GPU: the mesh shrinks, as another node has gone meanwhile."""
+    run = start(*SQUARE, "elastic.spares=1", "elastic.min_ranks=1", "elastic.wait_seconds=1")
+    (spare,) = waiting(run)
+    fault = run.lose(0, 1, 3)
+    run.fake.lose_node("node1")
+    run.recovery.recover(fault, 7)
+    assert run.events("recovered")[0]["how"] == "shrink" and run.fake.members() == [run.before[2]]
+    assert not spare.is_alive and not run.recovery.ranks.spares.waiting
 
 
 def test_ranks_without_a_spare_on_their_node_are_started_as_usual(start: StartRun) -> None:

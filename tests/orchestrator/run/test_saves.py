@@ -1,22 +1,26 @@
 """When checkpoints are saved, and what happens while one is written, on ranks that only list their calls."""
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import listed_calls
 import pytest
 from fake_rank import STEP_SECONDS, Rank
 from fake_ray import FakeRun
 from listed_calls import HELD_OUT, Clock, Ranks, Run, loop_runner
 
 from pentad.orchestrator.cluster.faults import WorkerError
-from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.recovery import retention
 from pentad.orchestrator.run import driver, saving
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start, fingerprint
+from pentad.workers.checkpoint.local_storage import Local
 
 
 @pytest.fixture
@@ -96,18 +100,6 @@ def test_a_failed_checkpoint_does_not_end_training(run: Run, what: str) -> None:
     )
     assert calls.done == 12
     assert [call[1] for call in ranks.log if call[0] == "commit"] == [4, *([8] if what == "commit" else []), 12]
-
-
-def test_checkpoints_that_cannot_be_read_do_not_end_training(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(config: RunConfig, folder: RunFolder, step: int) -> tuple[int, ...]:
-        if step == 8:
-            raise PentadError("Stale file handle")
-        return ()
-
-    monkeypatch.setattr(saving, "pinned_checkpoints", unreadable)
-    ranks, calls = run("run.steps=12", "checkpoint.every=4")
-    assert calls.done == 12
-    assert [call[1] for call in ranks.log if call[0] == "commit"] == [4, 12]
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])
@@ -326,3 +318,48 @@ def test_a_run_that_ends_without_a_checkpoint_does_not_wait_for_one_that_hangs(s
     run = start(*HANGS, "checkpoint.at_end=false", "run.steps=10")
     run.fake.writing = (8, 1)
     assert drive(run) == [("checkpoint", 4), ("checkpoint failed", 8)]
+
+
+def test_training_itself_reads_no_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that hangs holds up a rank beside training, and never the driver."""
+
+    def reads(*_: object) -> None:
+        raise AssertionError("the driver reads storage")
+
+    monkeypatch.setattr(RunFolder, "saved", reads)
+    for method in ("files", "folders", "opened", "delete_files"):
+        monkeypatch.setattr(Local, method, reads)
+    monkeypatch.setattr(listed_calls, "save_small", lambda folder, step: None)
+    monkeypatch.setattr(listed_calls, "fingerprint", lambda folder: "")
+    monkeypatch.setattr(listed_calls, "committed", lambda folder: [4, 8])
+    broken: dict[tuple, PentadError] = {("save", 8): PentadError("disk full")}
+    _, calls = run("run.steps=12", "checkpoint.every=4", prepare=lambda ranks: ranks.broken.update(broken))
+    assert calls.done == calls.saving.durable == 12
+
+
+def test_a_write_that_hangs_is_not_waited_for_again_after_a_fault(start: Callable[..., FakeRun]) -> None:
+    run = start(*HANGS, "mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4", "run.steps=28")
+    run.fake.writing, run.fake.faults, began = (8, 2), {18: (0,)}, run.fake.now
+
+    def on_call(rank: object, method: str) -> None:
+        if run.fake.trained.get(21) is not None:
+            run.fake.writing = (-1, -1)
+
+    run.fake.on_call = on_call
+    assert drive(run) == [
+        *(("checkpoint", 4), ("checkpoint failed", 8), ("checkpoint failed", 12), ("checkpoint failed", 16)),
+        *(("recovered", 18), ("checkpoint failed", 20), ("checkpoint", 24), ("checkpoint", 28)),
+    ]
+    assert run.fake.now - began < 28 * STEP_SECONDS + 5 + 5
+
+
+def test_lookups_between_generations_wait_for_no_storage_that_hangs(
+    start: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, hangs = start(*START, "run.steps=12"), threading.Event()
+    monkeypatch.setattr(retention, "read_manifest", lambda path: hangs.wait())
+    monkeypatch.setattr(RunFolder, "saved", lambda folder: hangs.wait())
+    monkeypatch.setattr(retention, "looked_up", partial(retention.looked_up, seconds=0.05))
+    run.fake.faults = {10: (2,)}
+    assert drive(run)[-1] == ("checkpoint", 12) and run.events("recovered")
+    hangs.set()

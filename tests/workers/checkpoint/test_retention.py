@@ -9,7 +9,7 @@ import pytest
 from checkpoints import flip, save
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import MANIFEST, folder_of, recover
+from pentad.workers.checkpoint.checkpoint import MANIFEST, folder_of, read_manifest, recover
 from pentad.workers.checkpoint.local_storage import Local
 from pentad.workers.checkpoint.retention import (
     CheckpointEntry,
@@ -117,14 +117,26 @@ def test_a_folder_that_cannot_be_deleted_is_named(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(Local, "delete", refuse)
-    folder = folder_of(root, 10)
+    for method in ("delete", "delete_files"):
+        monkeypatch.setattr(Local, method, refuse)
+    folder = save(root, 80)
+    (folder / MANIFEST).unlink()
     with pytest.raises(PentadError) as caught:
         delete(folder)
     assert str(caught.value) == (
         f"checkpoint {folder} cannot be deleted (Read-only file system): expected writable storage"
     )
-    assert states(listed(root))[0] == (10, "complete")
+    assert (80, "incomplete") in states(listed(root))
+
+
+def test_what_a_save_has_left_is_discarded_unless_it_was_committed(root: Path) -> None:
+    folder = save(root, 80)
+    discard(folder)
+    assert read_manifest(folder).step == 80
+    (folder / MANIFEST).unlink()
+    discard(folder)
+    discard(folder)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("name", ["mine", "step-00000070"])

@@ -134,7 +134,7 @@ def test_of_two_writers_one_wins_and_the_other_is_told(root: Location) -> None:
         shard = write_shard(folder, file, {"x": torch.tensor(generation)})
         ready.wait()
         try:
-            commit(folder, step=20, shards=[shard], meta={"generation": generation})
+            commit(folder, step=20, shards=[shard], meta={"run": f"run{generation}", "generation": generation})
         except PentadError as error:
             told.append(str(error))
 
@@ -147,6 +147,18 @@ def test_of_two_writers_one_wins_and_the_other_is_told(root: Location) -> None:
     assert read(found, ["x"])["x"].item() == winner
     assert len(told) == (3 if is_exclusive else 0) and (is_exclusive or winner == 3)
     assert all("another writer has committed it" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    "root", ["folder", "store", *(pytest.param(name, marks=SLOW) for name in ("s3", "gs"))], indirect=True
+)
+def test_a_checkpoint_of_an_earlier_generation_of_the_run_gives_way(root: Location) -> None:
+    folder = folder_of(root, 20)
+    for generation in (1, 3):
+        shard = write_shard(folder, f"stage-{generation}.safetensors", {"x": torch.tensor(generation)})
+        commit(folder, step=20, shards=[shard], meta={"run": "run", "generation": generation})
+        found = open_checkpoint(folder)
+        assert read(found, ["x"])["x"].item() == found.meta["generation"] == generation
 
 
 def test_a_save_that_fails_or_dies_leaves_the_newest_checkpoint_and_is_swept(

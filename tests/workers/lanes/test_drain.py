@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pentad.orchestrator.recovery.fence import FENCE_SECONDS
@@ -53,6 +55,7 @@ def test_drain_waits_for_instructions_that_end(monkeypatch, ends, longest, at_le
     lanes = CudaStreams.__new__(CudaStreams)
     lanes.progress = GpuProgress.__new__(GpuProgress)
     lanes.progress.counts = Counts(ends)  # type: ignore[assignment]
+    lanes.progress.issuing = 1
     executor = SimpleNamespace(
         lanes=lanes,
         optimizer_step=SimpleNamespace(cancel=lambda: calls.append("cancel")),
@@ -64,6 +67,16 @@ def test_drain_waits_for_instructions_that_end(monkeypatch, ends, longest, at_le
     assert runner.fence_flag.is_set
     assert calls == ["cancel", "release"], "no step may count that runs after the release"
     assert at_least <= time.monotonic() - started < at_least + 1.0
+
+
+@pytest.mark.parametrize(("issuing", "pending", "at_least"), [(0, 0, 0.0), (1, 0, 0.3), (0, 1, 0.3)])
+def test_a_gpu_that_has_completed_all_is_not_waited_for(issuing: int, pending: int, at_least: float) -> None:
+    progress = GpuProgress.__new__(GpuProgress)
+    progress.issuing, progress.counts, progress.index = issuing, np.array([7]), {"compute": 0}
+    progress.issued = Counter(compute=7 + pending)
+    started = time.monotonic()
+    progress.drain(0.01)
+    assert at_least <= time.monotonic() - started < at_least + 0.2
 
 
 def test_longest_instruction_is_of_compute_in_the_newest_step():
