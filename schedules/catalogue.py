@@ -12,8 +12,8 @@ from pathlib import Path
 from pentad.schedules.generators import custom, torch_csv
 from pentad.schedules.generators.dualpipe import dualpipe, dualpipe_v
 from pentad.schedules.generators.one_f_one_b import gpipe, interleaved, one_f_one_b
-from pentad.schedules.generators.v_blocks import v_half, v_min
-from pentad.schedules.generators.zb_auto import least_warm_up, zb_1p, zb_2p
+from pentad.schedules.generators.v_blocks import most_saved_by_v_half, most_saved_by_v_min, v_half, v_min
+from pentad.schedules.generators.zb_auto import least_warm_up, most_saved, zb_1p, zb_2p
 from pentad.schedules.generators.zb_h import zb_h1, zb_h2
 from pentad.schedules.generators.zb_v import zb_v
 from pentad.schedules.ir.errors import PentadError
@@ -65,8 +65,9 @@ class Entry:
     """`generate(spec)` gives the compute order of every rank, `placement(rank, spec)` its stages.
 
     `summary` says in a line what the schedule does, `paper` where it was published. `accepts` names its options,
-    `chunks` and `slices` are its defaults, and `refusal` says what is wrong with a size, or is empty. For a schedule
-    that is slow to generate, `warm_up` gives the forwards of every rank before its first backward, at least.
+    `chunks` and `slices` are its defaults, and `refusal` says what is wrong with a size, or is empty. Of a schedule
+    that plans with costs, `most_saved` gives the microbatches of activations that no rank exceeds; of one that takes
+    long to generate, `warm_up` the forwards of every rank before its first backward, at least.
     """
 
     generate: Callable[[ScheduleSpec], Sequence[Stream]]
@@ -77,6 +78,7 @@ class Entry:
     slices: int = 1
     accepts: frozenset[str] = frozenset()
     refusal: Callable[[ScheduleSpec], str] = lambda spec: ""
+    most_saved: Callable[[ScheduleSpec], float] | None = None
     warm_up: Callable[[ScheduleSpec], Sequence[int]] | None = None
 
 
@@ -132,6 +134,7 @@ CATALOGUE = {
         "zero bubble planned for given costs, within 1F1B's memory by default",
         _ZERO_BUBBLE,
         accepts=_PLANNED,
+        most_saved=lambda spec: most_saved(spec, spec.ranks),
         warm_up=lambda spec: least_warm_up(spec, spec.ranks),
     ),
     "zb-2p": Entry(
@@ -139,6 +142,7 @@ CATALOGUE = {
         "zero bubble planned for given costs, within twice 1F1B's memory by default",
         _ZERO_BUBBLE,
         accepts=_PLANNED,
+        most_saved=lambda spec: most_saved(spec, 2 * spec.ranks),
         warm_up=lambda spec: least_warm_up(spec, 2 * spec.ranks),
     ),
     "interleaved-zb": Entry(
@@ -157,6 +161,7 @@ CATALOGUE = {
         v_shaped,
         chunks=2,
         accepts=frozenset({"costs"}),
+        most_saved=most_saved_by_v_half,
     ),
     "v-min": Entry(
         v_min,
@@ -165,6 +170,7 @@ CATALOGUE = {
         v_shaped,
         chunks=2,
         accepts=frozenset({"costs"}),
+        most_saved=most_saved_by_v_min,
     ),
     "dualpipe": Entry(
         partial(_per_rank, dualpipe),

@@ -120,12 +120,14 @@ def stage_volume(
     """Of one piece on one stage: its layers, embedding and head. A `phase` is F, B or the mode of a RECOMPUTE. Where
     exchanges are `copied` between the GPUs of a host, the result of a product is one exchange, else one a tile. An F
     that `is_repeated` by RECOMPUTE makes no gradient of chunks of logits."""
-    found = CommVolume()
-    alike = Counter((layer >= model.dense_layers, piece.of_layer(layer, model.layers)) for layer in layers.numbers)
-    for (has_experts, its), count in alike.items():
+    found, plain = CommVolume(), piece._replace(fp8=None)
+    alike = Counter(
+        (layer >= model.dense_layers, piece.of_layer(layer, model.layers) is piece) for layer in layers.numbers
+    )
+    for (has_experts, is_same), count in alike.items():
+        its = piece if is_same else plain
         found.include(layer_volume(model, has_experts, its, phase, copied=copied), count)
     mtp_layers = model.mtp_layers if layers.has_head and phase in WHOLE else 0
-    plain = piece._replace(fp8=None)
     found.include(layer_volume(model, model.experts is not None, plain, phase, copied=copied), mtp_layers)
     if piece.mesh.tp > 1 and phase in WHOLE:
         stream = piece.full_stream(model.hidden)

@@ -71,9 +71,9 @@ def guess_costs(
     for span, mode in zip(layers, modes or ("none",) * len(layers), strict=True):
         keys.append((kind_of(model, piece.fp8, span), mode))
         if keys[-1] not in found:
-            stage = _stage_seconds(model, span, piece, rates, lora)
+            stage = stage_seconds(model, span, piece, rates, lora)
             kept = piece._replace(logit_rows=0)  # what RECOMPUTE repeats makes no gradient of chunks of logits
-            first = _stage_seconds(model, span, kept, rates, lora) if mode == "full" and piece.logit_rows else stage
+            first = stage_seconds(model, span, kept, rates, lora) if mode == "full" and piece.logit_rows else stage
             found[keys[-1]] = (
                 first.forward + _saving_seconds(model, span, mode, piece, rates),
                 stage.backward,
@@ -154,7 +154,7 @@ def lookup_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> float:
     return row_bytes * piece.tokens / piece.mesh.tp / rates.memory
 
 
-def _stage_seconds(
+def stage_seconds(
     model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, lora: LoraSpec | None
 ) -> StageSeconds:
     """Compute, and communication inside layers, for which they wait; devices wait for the host to start it."""
@@ -276,8 +276,11 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
     attention = scores / rate_at(of_width.forward, length)
     # five products of scores instead of two
     attention_backward = 2.5 * scores / rate_at(of_width.backward, length)
-    elements = sum(sum(_dense_sizes(model, layer)) for layer in range(first, end))
-    dense = sum(_dense_seconds(model, layer, work, rates.products) for layer in range(first, end))
+    with_experts = range(model.dense_layers, model.layers)  # whose other matrices are alike
+    alike = [with_experts.start if layer in with_experts else layer for layer in range(first, end)]
+    sizes_of = {layer: sum(_dense_sizes(model, layer)) for layer in {*alike}}
+    seconds_of = {layer: _dense_seconds(model, layer, work, rates.products) for layer in sizes_of}
+    elements, dense = sum(map(sizes_of.__getitem__, alike)), sum(map(seconds_of.__getitem__, alike))
     pace = dense / (work * elements) if elements else 1 / rates.flops  # seconds of a FLOP
     routed, width = 0, model.ffn  # visits of a token to experts; width of all networks that it passes in a layer
     if experts is not None:

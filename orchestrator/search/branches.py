@@ -4,13 +4,16 @@ of them."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from pentad.orchestrator.memory.variants import Variants
+from pentad.orchestrator.search.layout import Layout
 from pentad.orchestrator.search.memory_bounds import MemoryBounds
-from pentad.orchestrator.search.space import Order, Setting, Sharding
+from pentad.orchestrator.search.memory_savings import most_saving
+from pentad.orchestrator.search.space import Order, Setting, Sharding, Space
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.spec.mesh import Mesh
 
@@ -31,10 +34,37 @@ class Ordered(NamedTuple):
         return self.shape.mesh
 
 
+class LaidOut(NamedTuple):
+    """The settings of a layout whose order is not made yet, by rows of their `shardings`: see `Group`."""
+
+    setting: Setting
+    layout: Layout
+    is_plain: bool
+    is_saving: bool
+    shardings: list[tuple[Sharding, ...]]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.setting.mesh
+
+    def most_saving(self, space: Space) -> list[Setting]:
+        """What takes least memory, in its order, of each kind of settings."""
+        return most_saving(space, self.setting, self.layout, self.is_plain, self.is_saving)
+
+    def least_bytes(self, space: Space) -> int:
+        """That any order with this layout needs, with what takes least of all settings."""
+        known, key = self.layout.known, ("least", self.is_plain, self.is_saving)
+        if key not in known:
+            shardings = [*chain.from_iterable(self.shardings)]
+            known[key] = MemoryBounds(self.layout).least_of(self.most_saving(space), shardings)
+        return int(known[key])
+
+
 class Group(NamedTuple):
     """Settings that differ in what they recompute or offload: that with neither (`is_plain`), and, if that does not fit
     or is not in the group, the others (`is_saving`). `later` are the stages of ZeRO and gathered units, each no faster
-    than the one before, of settings that take as little memory or less."""
+    than the one before, of settings that take as little memory or less; `chains` those of the ones before, by what
+    they do more and more of and by room."""
 
     setting: Setting
     timed: Timed
@@ -42,6 +72,7 @@ class Group(NamedTuple):
     is_plain: bool
     is_saving: bool
     later: tuple[Sharding, ...]
+    chains: Mapping[tuple[int, int], Chain] = {}
 
     @property
     def mesh(self) -> Mesh:
@@ -53,7 +84,8 @@ class Chain:
     """`settings` with less and less memory and more and more time, planned by `variants`: all up to number `low` take
     more than `room`, number `high` does not. `plain` is the bound of their time without recomputation and offloading,
     `excess` what the last one that was planned needs beyond its memory bound, `bounded` the last one whose time is
-    bounded by a simulation; None before `low` is known."""
+    bounded by a simulation; None before `low` is known. `faster` is that of an earlier stage of ZeRO: where it fits,
+    this one is no better."""
 
     settings: list[Setting]
     variants: Callable[[], Variants]
@@ -63,12 +95,18 @@ class Chain:
     room: int
     low: int
     high: int
+    faster: Chain | None = None
     excess: int = 0
     bounded: int | None = None
 
     @property
     def mesh(self) -> Mesh:
         return self.settings[0].mesh
+
+    @property
+    def end(self) -> int:
+        """The first setting that fits, or is no better than one that does."""
+        return self.high if self.faster is None else min(self.high, self.faster.end)
 
     def seconds(self, at: int) -> float:
         return self.timed.bound_with(self.plain, self.settings[at])
@@ -92,4 +130,4 @@ class Fitting(NamedTuple):
         return self.setting.mesh
 
 
-Branch = Shape | Ordered | Group | Chain | Fitting
+Branch = Shape | Ordered | LaidOut | Group | Chain | Fitting

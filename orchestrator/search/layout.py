@@ -14,7 +14,14 @@ from typing import NamedTuple, TypeVar
 from pentad.orchestrator.activations.activation_memory import cuts
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.cost_model import Kind, end_seconds, guess_costs, kind_of, transfer_seconds
+from pentad.orchestrator.planning.cost_model import (
+    Kind,
+    end_seconds,
+    guess_costs,
+    kind_of,
+    stage_seconds,
+    transfer_seconds,
+)
 from pentad.orchestrator.planning.hardware import gpu_of, is_on_host, launched, rates_for
 from pentad.orchestrator.planning.layout import logit_rows, slots_for, split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec
@@ -28,6 +35,7 @@ from pentad.orchestrator.planning.parameter_collectives import (
 from pentad.orchestrator.planning.planning import default_gathered
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
+from pentad.schedules.ir.columns import Array
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.units import place_units
@@ -80,6 +88,7 @@ class Work:
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
         self.state: dict[tuple[Mesh, Placement, int, bool], int] = {}  # least bytes of it, by ZeRO's stage
+        self.counts_before_last: dict[tuple[Order, int, int, int], list[Array]] = {}  # placement_bounds.py
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._kinds: dict[LayerRange, int] = {}
         self._numbers: dict[Kind, int] = {}
@@ -145,8 +154,8 @@ class Work:
         mesh = replace(piece.mesh, dp=1, pp=1)  # on which nothing else depends
         known = self._compute.setdefault((piece._replace(mesh=mesh), rates is self.rates), {})
         if (kind := self.kind(span)) not in known:
-            costs = guess_costs(self.model, [span], [range(1)], piece, rates, lora=self.lora)
-            known[kind] = Compute(*costs.forward, *costs.backward, *costs.weight)
+            stage = stage_seconds(self.model, span, piece, rates, self.lora)
+            known[kind] = Compute(stage.forward, stage.backward, stage.weight)
         return known[kind]
 
     def reduce_seconds(self, mesh: Mesh, span: LayerRange, zero: int, mirrors: int) -> float:
@@ -322,6 +331,17 @@ class Layout:
     def of_stages(self) -> Costs:
         """`plain`, of stages."""
         return self.plain.of_stages(self.units)
+
+    @cached_property
+    def first_wait(self) -> float:
+        """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after another; frozen
+        ones do not count."""
+        gathered = computed = most = 0.0
+        for unit in self.units_of_stages[0] if self.work.lora is None else ():
+            gathered += self.sharded.gather[unit]
+            most = max(most, gathered - computed)
+            computed += self.sharded.forward[unit] + self.sharded.launch
+        return most
 
     @cached_property
     def of_order(self) -> Costs:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from math import inf
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from pentad.orchestrator.search.space import Setting, Sharding
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.ir.columns import Array, op_mask
 from pentad.schedules.ir.instruction import Op
+from pentad.schedules.ir.lookup import Lookup
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.lora import shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
@@ -24,6 +26,7 @@ from pentad.schedules.spec.tensors import LayerRange
 
 _B_OR_BW = "B or BW"
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
+_held_by_rank = WeakKeyDictionary[Lookup, dict[int, dict[tuple[str, int], Array]]]()  # by the lookup of a program
 
 
 def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
@@ -88,8 +91,20 @@ def _frozen(layout: Layout, held: LayerRange) -> int:
 
 
 def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
-    """By op and stage of an action: what the rank holds before each, in rows [saved pieces of each stage, deferred ones
-    of each]."""
+    """By op and stage of an action: what the rank holds before any such, in rows [saved pieces of each stage, deferred
+    ones of each]."""
+    known = _held_by_rank.setdefault(program.lookup, {})
+    if rank not in known:
+        known[rank] = {key: _different(rows) for key, rows in _held_before(program, rank).items()}
+    return known[rank]
+
+
+def _different(rows: Array) -> Array:
+    """Each row once: in the steady state they repeat."""
+    return np.array([*dict.fromkeys(map(tuple, rows.tolist()))], int)
+
+
+def _held_before(program: Program, rank: int) -> dict[tuple[str, int], Array]:
     columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
     op, stage = columns.op[first:end], columns.stage[first:end]
     changes = np.zeros((end - first, 2 * len(program.placement[rank])), int)

@@ -1,4 +1,4 @@
-"""The end of a compute order whose activations go to the host and come back, without compiling it."""
+"""The times of a compute order whose activations go to the host and come back, without compiling it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pentad.schedules.simulate.dependencies import action_seconds, compute_graph
 from pentad.schedules.simulate.toposort import Graph, earliest_times, topological_levels
 
 
-def end_beside_copies(program: Program, costs: Costs, trips: RoundTrips) -> float:
-    """A rank copies to the host on one lane and back on another, in the order of forwards and of backwards. What takes
-    over an activation's memory waits for its copy; this is ready to come back once the compute before `reload` has
-    ended."""
+def times_beside_copies(program: Program, costs: Costs, trips: RoundTrips) -> tuple[Array, float]:
+    """The start of every action, and the last end of all. A rank copies to the host on one lane and back on another, in
+    the order of forwards and of backwards. What takes over an activation's memory waits for its copy; this is ready to
+    come back once the compute before `reload` has ended."""
     columns, graph, count = program.columns, compute_graph(program, costs), len(trips.forward)
     seconds, copies = action_seconds(program, costs), np.array(costs.offload)[columns.stage[trips.forward]]
     leave = graph.events + np.arange(count)
@@ -36,10 +36,10 @@ def end_beside_copies(program: Program, costs: Costs, trips: RoundTrips) -> floa
     source, target = (np.concatenate(ends) for ends in zip((graph.source, graph.target), *edges, strict=True))
     assert graph.delay is not None
     delay = np.concatenate((graph.delay, np.zeros(len(source) - len(graph.source))))
-    both = Graph(graph.events + 2 * count, source, target, graph.width, delay)
+    both = Graph(graph.events + 2 * count, source, target, 3 * graph.width, delay)  # a rank has three lanes
     seconds = np.concatenate((seconds, copies, copies))
-    _, ends = earliest_times(both, topological_levels(both), seconds, np.zeros(both.events))
-    return float(ends.max())
+    starts, ends = earliest_times(both, topological_levels(both), seconds, np.zeros(both.events))
+    return starts[: graph.events], float(ends.max())
 
 
 def _in_turn(copies: Array, rank: Array, at: Array) -> tuple[Array, Array]:

@@ -1,23 +1,32 @@
 """Times that no plan can take less than, before there is an order.
 
 That of a shape divides the work of a step by the ranks, and follows one microbatch. That of a placement adds the ends
-of the pipeline, gathers, reductions and the update.
+of the pipeline, gathers, reductions and the update. That of an order knows how much of a rank's work comes before it
+reduces the gradients of each of its stages, and how much a schedule that plans with costs saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from operator import add
 from typing import NamedTuple
+
+import numpy as np
 
 from pentad.orchestrator.planning.cost_model import transfer_seconds
 from pentad.orchestrator.search.layout import Compute, Layout, Work
 from pentad.orchestrator.search.space import Order, splits_backward
 from pentad.orchestrator.search.time_bounds import update_seconds
+from pentad.schedules.catalogue import CATALOGUE, spec_of
+from pentad.schedules.ir.columns import Array, op_mask
+from pentad.schedules.ir.instruction import Op
+from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.tensors import all_layers
+
+_PARTS = op_mask({Op.F}), op_mask({Op.B, Op.BW}), op_mask({Op.W, Op.BW})
 
 
 def even_seconds(work: Work, mesh: Mesh, microbatches: int) -> float:
@@ -47,6 +56,71 @@ def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
         path = _Path.of(layout, is_split=is_split)
         layout.known[key] = _placement_bound(layout, path, microbatches * layout.piece.slices)
     return layout.known[key]
+
+
+def order_bound(layout: Layout, order: Order, microbatches: int) -> float:
+    """For the order of a schedule, with any stage of ZeRO. A rank that saves at most k pieces takes at least a k-th of
+    the time that all of them are saved for, one after another (Little's law)."""
+    path, limit, most = _Path.of(layout, is_split=splits_backward(order)), CATALOGUE[order.name].most_saved, 0.0
+    plain, sharded, reduced, scattered = layout.plain, layout.sharded, 0.0, 0.0
+    for held, counts in zip(layout.placement, counts_before_last(layout, order, microbatches), strict=True):
+        begin = path.arrival[min(held)]
+        parts = [(path.forward[each], path.gradient[each], path.whole[each] - path.gradient[each]) for each in held]
+        starts = begin + (counts * np.array(parts)).sum(axis=(1, 2))  # of the last that adds to a stage's gradients
+        if limit is not None:
+            saved = sum(path.forward[stage] + path.turn[stage] + path.gradient[stage] for stage in held)
+            among = len(held) * limit(spec_of(order.name, len(layout.placement), microbatches, order.options))
+            # before the first input of its last stage a rank runs forwards of its first one, as many as it may save
+            starts += max(0.0, path.arrival[max(held)] - begin - among * path.forward[min(held)])
+            starts[0] = max(starts[0], begin + microbatches * saved / among)
+        reducing = scattering = 0.0
+        for start, stage in sorted(zip(starts.tolist(), held, strict=True), reverse=True):
+            most = max(most, start + path.whole[stage] - path.gradient[stage])
+            units = layout.units_of_stages[stage]
+            reducing += sum(plain.reduce[unit] for unit in units)
+            scattering += sum(sharded.reduce[unit] for unit in units) / 2
+            reduced, scattered = max(reduced, start + reducing), max(scattered, start + scattering)
+    if not layout.is_shared:
+        seconds = most + update_seconds(layout.work, plain)
+    else:
+        with_zero = layout.first_wait + max(most, scattered) + update_seconds(layout.work, sharded)
+        seconds = min(with_zero, max(most, reduced) + update_seconds(layout.work, plain))
+    return max(placement_bound(layout, order, microbatches), seconds)
+
+
+def counts_before_last(layout: Layout, order: Order, microbatches: int) -> list[Array]:
+    """By rank: [stage, stage, 3] how many forwards, backwards and weight gradients of each of its stages (the second
+    index) it runs before the last action that adds to the gradients of each (the first one)."""
+    known, entry, slices = layout.work.counts_before_last, CATALOGUE[order.name], layout.piece.slices
+    if (key := (order, len(layout.placement), microbatches, slices)) not in known:
+        if entry.most_saved is None:
+            known[key] = counts_in(layout.work.order(*key))
+        else:
+            saved = int(entry.most_saved(spec_of(order.name, key[1], microbatches, order.options)))
+            known[key] = [least_counts(len(held), microbatches, saved) for held in layout.placement]
+    return known[key]
+
+
+def counts_in(program: Program) -> list[Array]:
+    """`counts_before_last` of an order."""
+    columns, found = program.columns, list[Array]()
+    for held, span in zip(program.placement, pairwise(columns.rank_offsets.tolist()), strict=True):
+        op, stage, action = (each[slice(*span)] for each in (columns.op, columns.stage, columns.action))
+        lasts = [action[np.flatnonzero((stage == each) & _PARTS[-1][op])[-1]] for each in held]
+        rows = [[(stage == each) & part[op] for part in _PARTS] for each in held]
+        ends = np.searchsorted(action, lasts)
+        found.append(np.array([[[part[:end].sum() for part in of_stage] for of_stage in rows] for end in ends]))
+    return found
+
+
+def least_counts(stages: int, microbatches: int, saved: int) -> Array:
+    """`counts_before_last`, at least, on a rank with one or two stages that saves at most so many microbatches of both.
+    Weight gradients follow the order of backwards, so the last one of the first stage comes last of all. Before that of
+    the second stage all forwards have run, and all that adds to the first stage's gradients but what is still saved."""
+    counts = np.full((stages, stages, len(_PARTS)), microbatches)
+    counts[range(stages), range(stages), -1] -= 1
+    counts[1:, 0, 1:] = max(0, microbatches - stages * saved + 1)
+    return counts
 
 
 class _Path(NamedTuple):

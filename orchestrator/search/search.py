@@ -31,11 +31,11 @@ from pentad.orchestrator.planning.estimate import GRAPHS_BYTES, simulated_second
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.search.branches import Branch, Chain, Fitting, Group, Ordered, Shape
+from pentad.orchestrator.search.branches import Branch, Chain, Fitting, Group, LaidOut, Ordered, Shape
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
-from pentad.orchestrator.search.memory_savings import most_saving, savings_of, shardings_of
-from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
+from pentad.orchestrator.search.memory_savings import savings_of, shardings_of
+from pentad.orchestrator.search.placement_bounds import order_bound, placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.result import Missed, Refusal, SearchResult
 from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, space_of, with_setting
@@ -188,6 +188,8 @@ class _Search:
             case Shape():
                 self._orders(branch)
             case Ordered():
+                self._layouts(branch)
+            case LaidOut():
                 self._groups(branch)
             case Group():
                 self._settings(branch)
@@ -216,8 +218,8 @@ class _Search:
             self._needs(layout.mesh, least)
         return least <= self.device.bytes
 
-    def _groups(self, branch: Ordered) -> None:
-        """By ZeRO's stage and gathered units."""
+    def _layouts(self, branch: Ordered) -> None:
+        """By the layout of units."""
         shape, order, unit_layers = branch
         layout = self.work.layout(*shape[:2], order, unit_layers, by_layer=False)
         if not self._has_room_for_state(layout):
@@ -228,29 +230,32 @@ class _Search:
                 return
         # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
         by_layer = self.work.layout(*shape[:2], order, unit_layers, by_layer=True)
-        is_same, has_plain = (
-            layout.units == by_layer.units,
-            "none" in self.space.recompute and 0.0 in self.space.offload,
-        )
-        groups = [(layout, has_plain, is_same)]
-        if not is_same and 1 not in self.space.unit_layers:
-            groups.append((by_layer, False, True))
+        is_same = layout.units == by_layer.units
+        has_plain = "none" in self.space.recompute and 0.0 in self.space.offload
+        setting = Setting(*shape[:2], order, unit_layers=unit_layers)
         shardings = [*shardings_of(self.space, by_layer)]
-        for of_group, is_plain, is_saving in groups:
-            setting = Setting(*shape[:2], order, unit_layers=unit_layers)
-            least = self._least_of(of_group, setting, shardings, is_plain, is_saving)
+        found = [LaidOut(setting, layout, has_plain, is_same, shardings)]
+        if not is_same and 1 not in self.space.unit_layers:
+            found.append(LaidOut(setting, by_layer, False, True, shardings))
+        for each in found:
+            least = each.least_bytes(self.space)
             if least > self.device.bytes and self.found.missed is not None:  # of which the first is to be named
                 self._needs(shape.mesh, least)
-                continue
-            saved = most_saving(self.space, setting, of_group, is_plain, is_saving)
-            warm_up = least_warm_up(of_group, order, shape.microbatches)
-            if warm_up and not self._may_fit(MemoryBounds(of_group, warm_up=warm_up), saved, [*chain(*shardings)]):
-                continue
-            timed = Timed(of_group, compute_order(of_group, order, shape.microbatches))
-            bounds = MemoryBounds(of_group, timed)
-            for row in shardings:
-                if self._may_fit(bounds, saved, row):
-                    self._push_group(Group(setting, timed, bounds, is_plain, is_saving, row))
+            else:
+                self._push(order_bound(each.layout, order, shape.microbatches), each)
+
+    def _groups(self, branch: LaidOut) -> None:
+        """By ZeRO's stage and gathered units, with the order that is made here."""
+        setting, layout, is_plain, is_saving, shardings = branch
+        saved = branch.most_saving(self.space)
+        warm_up = least_warm_up(layout, setting.order, setting.microbatches)
+        if warm_up and not self._may_fit(MemoryBounds(layout, warm_up=warm_up), saved, [*chain(*shardings)]):
+            return
+        timed = Timed(layout, compute_order(layout, setting.order, setting.microbatches))
+        bounds = MemoryBounds(layout, timed)
+        for row in shardings:
+            if self._may_fit(bounds, saved, row):
+                self._push_group(Group(setting, timed, bounds, is_plain, is_saving, row))
 
     def _may_fit(self, bounds: MemoryBounds, saved: Sequence[Setting], row: Sequence[Sharding]) -> bool:
         """Whether anything of a row may, or else is to be named as the first that does not."""
@@ -262,15 +267,6 @@ class _Search:
         self._needs(bounds.layout.mesh, least)
         return False
 
-    def _least_of(
-        self, layout: Layout, setting: Setting, shardings: Sequence[tuple[Sharding, ...]], *kinds: bool
-    ) -> int:
-        """Bytes that any order with this layout needs, with what takes least of what groups `kinds` save."""
-        if (key := ("least", *kinds)) not in layout.known:
-            saved = most_saving(self.space, setting, layout, *kinds)
-            layout.known[key] = MemoryBounds(layout).least_of(saved, [*chain(*shardings)])
-        return int(layout.known[key])
-
     def _push_group(self, group: Group, least: float = 0.0) -> None:
         """With the first of its later shardings, which takes at least this many seconds."""
         if group.later:
@@ -279,7 +275,7 @@ class _Search:
             self._push(max(least, group.timed.bound(zero, gathered)), group._replace(setting=setting, later=(*later,)))
 
     def _settings(self, group: Group) -> None:
-        setting, timed, bounds, is_plain, is_saving, _ = group
+        setting, timed, bounds, is_plain, is_saving = group[:5]
         rooms = self._rooms(timed.layout)
         if is_plain:
             needed, seconds = self._plain(setting, bounds)
@@ -289,12 +285,10 @@ class _Search:
                 return
             if seconds is None and self.found.missed is None and needed < IMPOSSIBLE and self._is_possible(setting):
                 self.found.missed = Missed(setting, timed.bound(setting.zero, setting.max_gathered))
-        self._push_group(group)
-        if is_saving:
-            if None in self.space.unit_layers:
-                setting = setting._replace(unit_layers=None)
-            for chain in self._chains(setting, timed, bounds, rooms):
-                self._push(chain.seconds(chain.low + 1), chain)
+        chains = dict(self._chains(group, rooms)) if is_saving else {}
+        self._push_group(group._replace(chains={**group.chains, **chains}))
+        for each in chains.values():
+            self._push(each.seconds(each.low + 1), each)
 
     def _rooms(self, layout: Layout) -> list[int]:
         """Bytes within which the first setting that saves memory is looked for: those of the device, and those beside
@@ -308,15 +302,18 @@ class _Search:
         self._needs(setting.mesh, least)
         return least, None
 
-    def _chains(self, setting: Setting, timed: Timed, bounds: MemoryBounds, rooms: Sequence[int]) -> Iterator[Chain]:
-        plain = timed.bound(setting.zero, setting.max_gathered)
-        variants = cache(self._variants)
-        for settings, room in product(savings_of(self.space, setting, timed.layout), rooms):
+    def _chains(self, group: Group, rooms: Sequence[int]) -> Iterator[tuple[tuple[int, int], Chain]]:
+        setting, timed, bounds = group[:3]
+        plain, variants = timed.bound(setting.zero, setting.max_gathered), cache(self._variants)
+        if None in self.space.unit_layers:
+            setting = setting._replace(unit_layers=None)
+        for (number, settings), room in product(enumerate(savings_of(self.space, setting, timed.layout)), rooms):
             if settings[0].offload and room < self.device.bytes:
                 continue  # what offloads has no graphs
-            least = bounds.least(settings[-1], room)
+            least, key = bounds.least(settings[-1], room), (number, room)
             if least <= room:
-                yield Chain(settings, partial(variants, setting), timed, bounds, plain, room, -1, len(settings))
+                of, faster = partial(variants, setting), group.chains.get(key)
+                yield key, Chain(settings, of, timed, bounds, plain, room, -1, len(settings), faster)
             elif room == self.device.bytes:  # not even its last setting fits
                 self._needs(setting.mesh, least)
 
@@ -330,7 +327,9 @@ class _Search:
             chain.low, chain.bounded = chain.first_within(chain.room) - 1, -1
             self._push(chain.seconds(chain.low + 1), chain)
             return
-        first = chain.low + 1
+        first, chain.high = chain.low + 1, chain.end
+        if first >= chain.high:
+            return
         if chain.bounded < first:
             chain.bounded = first
             self._push(max(chain.seconds(first), chain.timed.simulated_with(chain.settings[first])), chain)

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from pentad.orchestrator.search.layout import Layout, Work
-from pentad.orchestrator.search.offload_bounds import end_beside_copies
+from pentad.orchestrator.search.offload_bounds import times_beside_copies
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
 from pentad.schedules.ir.columns import CODE, Array, op_mask
@@ -181,8 +181,8 @@ class Timed:
         if not layout.is_shared:
             return self.end + update_seconds(layout.work, costs)
         most, begin = self.end, 0.0
-        if is_zero and layout.work.lora is None:
-            begin = self._first_wait(costs)
+        if is_zero:
+            begin = layout.first_wait
         for rank in self.ranks:
             most = max(most, self._reduced(rank, costs, 0.5 if is_zero else 1.0))
             if is_often:
@@ -208,24 +208,32 @@ class Timed:
         return most
 
     def simulated_with(self, setting: Setting) -> float:
-        """The compute order, simulated with what a setting recomputes and copies; 0 if that is nothing."""
+        """The compute order, simulated with what a setting recomputes and copies, and the reductions that follow; 0 if
+        it does neither."""
         if setting.recompute == "none" and not setting.offload:
             return 0.0
+        units, layout = self.units_of_parts, self.layout
         if setting.offload:
-            end = self._end_beside_copies(setting)
+            units = [range(unit, unit + 1) for unit in range(self.of_units.stages)]
+            program, starts, end = self._beside_copies(units, setting)
         else:
-            program, costs = self._recomputing(self.of_parts, self.units_of_parts, self.costs, setting)
-            end = float(action_times(program, costs)[1].max())
-        return end + update_seconds(self.layout.work, self.layout.sharded)
+            program, costs = self._recomputing(self.of_parts, units, self.costs, setting)
+            starts, ends = action_times(program, costs)
+            end = float(ends.max())
+        if not layout.is_shared:
+            return end + update_seconds(layout.work, layout.plain)
+        costs, share, wait = (layout.sharded, 0.5, layout.first_wait) if setting.zero else (layout.plain, 1.0, 0.0)
+        reduce, again = [share * seconds for seconds in costs.reduce], self._recomputed(setting)
+        end = max(end, _last_reduction(program, units, starts, reduce, again))
+        return wait + end + update_seconds(layout.work, costs)
 
-    def _end_beside_copies(self, setting: Setting) -> float:
+    def _beside_copies(self, units: Sequence[range], setting: Setting) -> tuple[Program, Array, float]:
         program, costs, trips = self.of_units, self.layout.plain, self.trips
         if setting.recompute != "none":
-            units = [range(unit, unit + 1) for unit in range(program.stages)]
             program, costs = self._recomputing(program, units, costs, setting)
             trips = self._trips(program)
         costs = replace(costs, offload=tuple(self.layout.offload(setting.recompute, setting.offload)))
-        return end_beside_copies(program, costs, trips)
+        return program, *times_beside_copies(program, costs, trips)
 
     def _recomputing(
         self, program: Program, units: Sequence[range], costs: Costs, setting: Setting
@@ -268,15 +276,6 @@ class Timed:
         lanes = each[rank.part[forwards]].sum() + each[rank.part[back]].sum()
         return max(float(rank.starts[0]) + rank.work + waiting, float(lanes))
 
-    def _first_wait(self, costs: Costs) -> float:
-        """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after another."""
-        gathered = computed = most = 0.0
-        for unit in self.layout.units_of_stages[0]:
-            gathered += costs.gather[unit]
-            most = max(most, gathered - computed)
-            computed += costs.forward[unit] + costs.launch
-        return most
-
     def _reduced(self, rank: RankTimes, costs: Costs, share: float) -> float:
         """`share` of an all-reduce of a part's gradients comes after its last backward has begun, and those of later
         parts after that; those of its units after theirs, from the last one to the first."""
@@ -306,6 +305,23 @@ class Timed:
             gathered += sum(by_part[part])
             most = max(most, gathered + rank.work - before - first)
         return most
+
+
+def _last_reduction(
+    program: Program, units: Sequence[range], starts: Array, reduce: Sequence[float], again: Sequence[float]
+) -> float:
+    """When it ends, at least, if these are the starts of all actions, and the seconds to reduce and to recompute each
+    unit: that of a part follows the start of its last backward, or rather that of its last unit, before which no
+    other need have recomputed."""
+    columns, most = program.columns, 0.0
+    for held, span in zip(program.placement, pairwise(columns.rank_offsets.tolist()), strict=True):
+        op, part, action = (each[slice(*span)] for each in (columns.op, columns.stage, columns.action))
+        last = [action[np.flatnonzero((part == each) & _ADDS[op])[-1]] for each in held]
+        reducing = 0.0
+        for began, each in sorted(zip(starts[last].tolist(), held, strict=True), reverse=True):
+            reducing += sum(reduce[unit] for unit in units[each])
+            most = max(most, began - sum(again[unit] for unit in units[each][:-1]) + reducing)
+    return most
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,7 +71,12 @@ def v_half(spec: ScheduleSpec) -> Columns:
     """Saves at most `(ranks + 2) // 2` microbatches per rank, each until its W. At equal costs and from 3 ranks on, the
     busiest rank idles for (3 ranks - 7) / 2 times its F, 1.5 more for odd ranks; 1F1B's for 3 ranks - 3."""
     is_even = spec.ranks % 2 == 0
-    return _shortest(spec, [Block(2, 1, (0, 3 if is_even else 0, 1))], (spec.ranks + 2) // 2)
+    return _shortest(spec, [Block(2, 1, (0, 3 if is_even else 0, 1))], most_saved_by_v_half(spec))
+
+
+def most_saved_by_v_half(spec: ScheduleSpec) -> int:
+    """Microbatches."""
+    return (spec.ranks + 2) // 2
 
 
 def v_min(spec: ScheduleSpec) -> Columns:
@@ -80,7 +85,12 @@ def v_min(spec: ScheduleSpec) -> Columns:
     # The first two are the paper's (the second for multiples of 3 ranks); the third has slack at every turn, for where
     # rounding up leaves memory for it.
     blocks = [Block(1, 1, turns) for turns in ((0, 0, 0), (0, 2, 0), (2, 2, 2))]
-    return _shortest(spec, blocks, (spec.ranks + 4) // 3)
+    return _shortest(spec, blocks, most_saved_by_v_min(spec))
+
+
+def most_saved_by_v_min(spec: ScheduleSpec) -> int:
+    """Microbatches."""
+    return (spec.ranks + 4) // 3
 
 
 def _shortest(spec: ScheduleSpec, blocks: list[Block], max_saved: int) -> Columns:

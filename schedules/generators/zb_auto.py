@@ -39,21 +39,22 @@ def zb_auto(spec: ScheduleSpec, default_limit: float = inf) -> Columns:
     slower than ZB-H1 or ZB-H2 if they keep to the limit too. Without `spec.costs`, F, B and W cost the same.
     """
     costs = spec.costs or Costs.uniform(spec.ranks)
-    tried = _candidates(costs, spec.ranks, spec.microbatches, _limit(spec, default_limit))
+    tried = _candidates(costs, spec.ranks, spec.microbatches, most_saved(spec, default_limit))
     best = best_of(tried, lambda pipeline: (*pipeline.durations(), pipeline.peak))
     op = np.array([[CODE[op] for op in ops] for ops in best.streams])
     stage = np.broadcast_to(np.arange(spec.ranks)[:, None], op.shape)
     return streams_from_arrays(op, stage, occurrence_index(op, spec.microbatches))
 
 
-def _limit(spec: ScheduleSpec, default: float) -> float:
+def most_saved(spec: ScheduleSpec, default: float) -> float:
+    """Microbatches of activations that no rank exceeds."""
     return min(default if spec.memory_limit is None else spec.memory_limit, spec.microbatches)
 
 
 def least_warm_up(spec: ScheduleSpec, default_limit: float = inf) -> list[int]:
     """By rank: forwards before its first backward in each of the orders tried, at least. More microbatches than fit
     into memory do not change how they begin."""
-    limit = _limit(spec, default_limit)
+    limit = most_saved(spec, default_limit)
     few = min(spec.microbatches, floor(limit) + 1)
     ticks = tick_costs(spec.costs or Costs.uniform(spec.ranks), spec.ranks)
     begun = [warm_up(Pipeline(ticks, few, limit), extra_warm_up=extra).streams for extra in (False, True)]
