@@ -22,6 +22,7 @@ from pentad.orchestrator.recovery.fence import (
     end_processes,
     handed_over,
     is_complete,
+    owned,
     sources,
 )
 from pentad.orchestrator.recovery.hang_detection import check_answers
@@ -33,7 +34,7 @@ from pentad.orchestrator.recovery.retention import newest_recorded, pinned_check
 from pentad.orchestrator.recovery.spares import Spares
 from pentad.orchestrator.search.replanned_order import EVENT
 from pentad.schedules.spec.mesh import numbered
-from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start, Unreadable, complete_folders, fingerprint, has_manifest
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.replication.source import CopySource
@@ -298,23 +299,18 @@ class Regroup:
         return NewestIntact(self.bus, self.config.cluster.start_timeout_seconds, restart=restart)
 
     def save(self, state: RecoveryState) -> None:
-        """Writes a checkpoint of the newest state, unless there is an intact one, each parameter shard by one of its
-        current holders."""
+        """Writes a checkpoint of the newest state, unless there is an intact one, each part by one of the current ranks
+        that hold it."""
         began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)
         newest = self._newest(restart=True)
         if has_manifest(path):
             if newest.is_intact(path):
                 return
             newest.find()
-        plan, current = group.plan, set(state.current)
-        owned: dict[int, tuple[ParamShard, ...]] = {}
-        for shard in plan.param_shards:
-            holders = sorted(current.intersection(plan.holders(shard)))
-            for rank in holders if plan.num_zero_shards(shard) > 1 else holders[:1]:
-                owned[rank] = (*owned.get(rank, ()), shard)
-        shards = [shard for its in group.collect(group.submit_save_of(owned, path, state.version)) for shard in its]
+        saved = owned(group.plan, state.current)
+        shards = [shard for its in group.collect(group.submit_save_of(saved, path, state.version)) for shard in its]
         keep, pinned = self.config.checkpoint.keep, pinned_checkpoints(self.config, self.bus.folder, state.version)
-        commit = group.submit_commit(path, state.version, shards, keep, pinned, min(owned))
+        commit = group.submit_commit(path, state.version, shards, keep, pinned, min(saved))
         group.collect(commit)
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
         facts = {"seconds": seconds, "manifest": fingerprint(path), "bytes": size}

@@ -176,14 +176,19 @@ def test_a_mesh_is_planned_over_nccl_only_where_no_slots_fit() -> None:
     assert not search(config, 4, replace(room, bytes=least - 2 * slots), held).choices
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_plan_takes_less_than_its_bounds(seed: int) -> None:
+@pytest.mark.parametrize("shards", [None, 2])
+def test_no_plan_takes_less_than_its_bounds(seed: int, shards: int | None) -> None:
     config, space = case(seed)
+    config = config.model_copy(update={"zero": config.zero.model_copy(update={"shards": shards})})
     work, settings = Work(config), list(space.settings(config))
+    settings = [
+        each for each in settings if shards is None or (each.zero and each.mesh.dp * each.mesh.cp % shards == 0)
+    ]
     for setting in random.Random(seed).sample(settings, min(60, len(settings))):
         try:
-            plan = make_plan(with_setting(config, setting), "cuda", proved=False)
+            plan = make_plan(with_setting(config, setting, ("zero.shards",)), "cuda", proved=False)
         except (PentadError, ScheduleError):
             continue
         mesh, count, order = setting[:3]
