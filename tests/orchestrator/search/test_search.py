@@ -38,7 +38,6 @@ from pentad.orchestrator.search.space import (
     Order,
     Setting,
     Space,
-    all_meshes,
     given_and_changed,
     space_of,
     with_setting,
@@ -229,14 +228,6 @@ def test_to_shard_or_gather_more_never_makes_a_step_faster(seed: int) -> None:
                 plan = make_plan(changed, "cuda", proved=False)
                 rows[zero == 3 and bool(plan.fp8 and plan.fp8.gathers)].append(simulated_seconds(plan))
         assert all(less <= more * (1 + 1e-9) for row in rows.values() for less, more in pairwise(row)), (setting, rows)
-
-
-def test_every_factorisation_is_tried_once() -> None:
-    for ranks in (1, 6, 8, 64):
-        every = list(all_meshes(ranks))
-        assert len(set(every)) == len(every)
-        assert {mesh.size for mesh in every} == {ranks}
-    assert len(list(all_meshes(64))) == math.comb(10, 4)
 
 
 @pytest.fixture(scope="module")
