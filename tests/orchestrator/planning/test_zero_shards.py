@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.config.errors import ConfigError
 from pentad.orchestrator.monitoring.plan_view import facts_table
 from pentad.orchestrator.planning.comm_volume import collective_bytes, padded_elements, transports
-from pentad.orchestrator.planning.estimate import costs_of, memories
+from pentad.orchestrator.planning.estimate import costs_of, memories, rates_of_plan, step_seconds
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.recovery.evictions import with_ranks_beside
 from pentad.orchestrator.recovery.fence import RecoveryState, handed_over, is_complete, owned, sources
@@ -19,8 +20,11 @@ from pentad.orchestrator.recovery.placed_plans import shrunk_plan
 from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.passes.optimizer_pass import last_scatters
 from pentad.schedules.simulate.costs import instruction_seconds
+from pentad.schedules.simulate.rates import Links
+from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.plan import ParamShard, Plan
 
+LLAMA_8B = ROOT / "deploy" / "jobs" / "llama-8b.yaml"
 SMALL = ("schedule.name=1f1b", "schedule.microbatches=4", "batch.global_batch_size=64")
 EXPERTS = tuple(
     f"model.{word}"
@@ -113,6 +117,21 @@ def test_gathers_on_a_host_take_less_time_than_between_hosts() -> None:
     assert (plan.transport_along("dp"), inside.transport_along("dp")) == ("nccl", "peer")
     assert transports(inside) == {"parameters": "peer", "replicas": "nccl"}
     assert all(a < b for a, b in zip(costs_of(inside).gather, costs_of(plan).gather, strict=True))
+
+
+def test_groups_gain_where_the_network_is_slow() -> None:
+    """The plans of docs/parallelism.md, on its network and on one of 25 Gbit/s a GPU."""
+    words = ("cluster.rates=builtin", "cluster.gpu=NVIDIA H200", "mesh.tp=1", "mesh.dp=16", "zero.stage=3")
+    sizes = "schedule.microbatches=2", "batch.global_batch_size=64", "cluster.device=cuda"
+    seconds = dict[int, list[float]]()
+    for shards in ("null", "8", "4"):
+        config = load(LLAMA_8B, [*words, *sizes, f"zero.shards={shards}"])
+        plan = make_plan(config, "cuda", proved=False)
+        for gigabits in (400, 25):
+            rates = replace(rates_of_plan(plan), inter_host=Links.uniform(60e-6, gigabits / 8 * 1e9))
+            seconds.setdefault(gigabits, []).append(step_seconds(simulate(plan.program, costs_of(plan, rates))))
+    assert seconds[400] == pytest.approx([1.303, 1.315, 1.328], rel=1e-3)
+    assert seconds[25] == pytest.approx([3.545, 2.272, 2.913], rel=1e-3)
 
 
 def test_the_facts_have_shards_and_replicas() -> None:
