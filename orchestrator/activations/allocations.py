@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     """`rows` sequences with `length` positions each on a cp rank, one of `slices` of a microbatch; `fp8` says which
     products are in 8 bits (None: none), and `gpu` names the GPU ('': the assumed one). Of row-wise parts of layers the
     share `recompute_fraction` is recomputed, and logits go in chunks of `logit_rows` (0: all are kept). `expert_slots`
-    are those of Plan."""
+    and `zero_shards` are those of Plan."""
 
     rows: int
     length: int
@@ -44,6 +44,7 @@ class Piece(NamedTuple):
     recompute_fraction: float = 1.0
     logit_rows: int = 0
     expert_slots: int = 0
+    zero_shards: int = 0
 
     @property
     def tokens(self) -> int:
@@ -217,4 +218,4 @@ def piece_of(plan: Plan) -> Piece:
     sizes = rows, length, plan.dtype, plan.device, plan.program.slices
     mask, fraction, chunk = plan.data.document_mask, plan.recompute_fraction, plan.logit_rows
     found = Piece(*sizes, plan.mesh, plan.cp_method, mask, plan.deterministic, plan.fp8, plan.gpu, fraction, chunk)
-    return found._replace(expert_slots=plan.expert_slots)
+    return found._replace(expert_slots=plan.expert_slots, zero_shards=plan.zero_shards)

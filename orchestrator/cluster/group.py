@@ -28,7 +28,7 @@ from pentad.orchestrator.cluster.rank_status import Status, read_status, streams
 from pentad.orchestrator.cluster.worker import Actor, StaleGeneration, WorkerPlace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
-from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.plan import ParamShard, Plan, ShardPart
 from pentad.workers.checkpoint.checkpoint import Start, Unreadable
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.data.mixture import drawn_by
@@ -126,8 +126,8 @@ class WorkerGroup:
         folder = str(start.folder) if start.folder else None
         raise_worst(self.collect(self._call_runners("restore", folder, start.step, start.optimizer), tick=tick))
 
-    def receive(self, sources: dict[ParamShard, int], step: int, tick: Tick | None = None) -> None:
-        """Broadcasts the state of `step` steps of each shard from rank `sources[shard]` to its other holders."""
+    def receive(self, sources: dict[ShardPart, int], step: int, tick: Tick | None = None) -> None:
+        """Broadcasts the state of `step` steps of each part from rank `sources[part]` to its replicas."""
         self.collect(self._call_runners("receive", sources, step), tick=tick)
 
     def ping(self, tick: Tick | None = None) -> None:

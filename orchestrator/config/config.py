@@ -22,7 +22,7 @@ from pentad.orchestrator.config.loggers_section import LoggersSection, MetricsSe
 from pentad.orchestrator.config.lora_section import LoraSection
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
 from pentad.orchestrator.config.recovery_sections import CheckpointSection, ElasticSection
-from pentad.orchestrator.config.training_sections import OptimizerSection, PrecisionSection, SpikesSection
+from pentad.orchestrator.config.training_sections import OptimizerSection, PrecisionSection, SpikesSection, ZeroSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
@@ -71,7 +71,7 @@ class RunConfig(sections.Section):
     lora: LoraSection = LoraSection()
     precision: PrecisionSection = PrecisionSection()
     memory: sections.MemorySection = sections.MemorySection()
-    zero: sections.ZeroSection = sections.ZeroSection()
+    zero: ZeroSection = ZeroSection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
     spikes: SpikesSection = SpikesSection()
@@ -148,6 +148,7 @@ class RunConfig(sections.Section):
         if self.elastic.replicate_every and self.memory.optimizer == "host":
             yield Broken("elastic.replicate_every", "0 with memory.optimizer = host")
         yield from self._bit_check_rules()
+        yield from self.zero.mesh_rules(self.mesh, has_experts=self.model.experts is not None)
         if self.schedule.replan and (name := self.schedule.name) != AUTO:
             yield Broken("schedule.replan", f"null or false for schedule.name = {name}, whose order is fixed")
         if self.schedule.name == AUTO and self.memory.recompute_stages:
@@ -190,10 +191,8 @@ class RunConfig(sections.Section):
 
     def _state_rules(self) -> Iterator[Broken]:
         """A moment in bfloat16 must change by more than half a bit when a gradient vanishes."""
-        if self.precision.optimizer_state != "bfloat16":
-            return
         decays = ("momentum", "beta2") if self.optimizer.name == "muon" else ("beta1", "beta2")
-        for key in decays:
+        for key in decays if self.precision.optimizer_state == "bfloat16" else ():
             if getattr(self.optimizer, key) > 1 - BFLOAT16_ROUNDING:
                 expected = f"at most {1 - BFLOAT16_ROUNDING:g} with precision.optimizer_state bfloat16, whose rounding"
                 yield Broken(f"optimizer.{key}", f"{expected} would undo a step's change")

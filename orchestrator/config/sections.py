@@ -329,35 +329,6 @@ class MemorySection(Section):
         )
 
 
-class ZeroSection(Section):
-    """ZeRO. Shards are over all ranks that hold the same parameters: dp, cp, ep (for all
-    but experts), and the mirrored ranks of DualPipe."""
-
-    stage: int = Field(default=0, ge=0, le=3)
-    """what is sharded: 0: nothing; 1: master weights and optimizer state; 2: gradients too; 3: weights too"""
-    max_gathered: Count | Literal["auto"] | None = None
-    """most units whose weights a rank has gathered at once, with zero.stage 3; null: 2, or all where stages are not cut
-    into units; auto: 2, or all units of a rank, gathered once a step, if those fit and
-    take less time"""
-    prefetch: NonNegativeInt = 1
-    """forward and backward passes between the start of an all-gather of weights and their first use"""
-    reduce: Literal["step", "microbatch"] | None = None
-    """when gradients are reduced, with zero.stage 2 or 3: at the end of a step, or after every microbatch, so that a
-    rank has full gradients of two units only; null: microbatch where more than two units would have them at once"""
-
-    def rules(self) -> Iterator[Broken | str]:
-        stage = f"with zero.stage = {self.stage}"
-        if self.max_gathered is not None and self.stage < 3:
-            expected = "null, since weights are sharded only with zero.stage = 3"
-            yield Broken("max_gathered", expected, f"{self.max_gathered} {stage}")
-        if self.reduce == "microbatch" and self.stage < 2:
-            expected = "null or step, since gradients are sharded only with zero.stage = 2 or 3"
-            yield Broken("reduce", expected, f"microbatch {stage}")
-        if self.prefetch != 1 and self.stage < 3:
-            expected = "1, since weights are gathered before their use only with zero.stage = 3"
-            yield Broken("prefetch", expected, f"{self.prefetch} {stage}")
-
-
 class ClusterSection(Section):
     """Where the ranks run (docs/cluster.md)."""
 

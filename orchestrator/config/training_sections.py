@@ -1,4 +1,5 @@
-"""The sections on how steps train: the optimizer (docs/optimizers.md), spikes, and dtypes with FP8 (docs/fp8.md)."""
+"""The sections on how steps train: the optimizer (docs/optimizers.md), spikes, dtypes with FP8 (docs/fp8.md), and
+ZeRO (docs/parallelism.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from pentad.orchestrator.config.errors import Broken, shown
-from pentad.orchestrator.config.sections import Count, Section, Text
+from pentad.orchestrator.config.sections import Count, MeshSection, Section, Text
 from pentad.schedules.spec.learning_rate import DecayShape, LearningRate, ScheduleName
 from pentad.schedules.spec.lora import LoraSpec, trained_tensors
 from pentad.schedules.spec.model import ModelSpec
@@ -202,3 +203,59 @@ class PrecisionSection(Section):
     @property
     def bf16_reduce(self) -> bool:
         return self.reduce == "bfloat16"
+
+
+class ZeroSection(Section):
+    """ZeRO. Shards are over all ranks that hold the same parameters: dp, cp, ep (for all
+    but experts), and the mirrored ranks of DualPipe; or over groups of them."""
+
+    stage: int = Field(default=0, ge=0, le=3)
+    """what is sharded: 0: nothing; 1: master weights and optimizer state; 2: gradients too; 3: weights too"""
+    shards: Annotated[int, Field(ge=2)] | None = None
+    """over how many ranks the state is cut (docs/parallelism.md): consecutive ones of those that hold the same
+    parameters are a group, and each group has all shards, so that weights are gathered on a host; null: over all"""
+    max_gathered: Count | Literal["auto"] | None = None
+    """most units whose weights a rank has gathered at once, with zero.stage 3; null: 2, or all where stages are not cut
+    into units; auto: 2, or all units of a rank, gathered once a step, if those fit and
+    take less time"""
+    prefetch: NonNegativeInt = 1
+    """forward and backward passes between the start of an all-gather of weights and their first use"""
+    reduce: Literal["step", "microbatch"] | None = None
+    """when gradients are reduced, with zero.stage 2 or 3: at the end of a step, or after every microbatch, so that a
+    rank has full gradients of two units only; null: microbatch where more than two units would have them at once"""
+
+    def rules(self) -> Iterator[Broken | str]:
+        stage = f"with zero.stage = {self.stage}"
+        if self.shards is not None and not self.stage:
+            yield Broken("shards", "null, since nothing is sharded", f"{self.shards} {stage}")
+        if self.max_gathered is not None and self.stage < 3:
+            expected = "null, since weights are sharded only with zero.stage = 3"
+            yield Broken("max_gathered", expected, f"{self.max_gathered} {stage}")
+        if self.reduce == "microbatch" and self.stage < 2:
+            expected = "null or step, since gradients are sharded only with zero.stage = 2 or 3"
+            yield Broken("reduce", expected, f"microbatch {stage}")
+        if self.prefetch != 1 and self.stage < 3:
+            expected = "1, since weights are gathered before their use only with zero.stage = 3"
+            yield Broken("prefetch", expected, f"{self.prefetch} {stage}")
+
+    def mesh_rules(self, mesh: MeshSection, *, has_experts: bool) -> Iterator[Broken]:
+        """The ranks that hold the same experts, and so those that hold the same of all else, must fill groups."""
+        holders = _holders(mesh, has_experts=has_experts)
+        if self.shards is not None and holders % self.shards:
+            fitting = [str(count) for count in range(2, holders + 1) if holders % count == 0]
+            held = "experts" if has_experts else "parameters"
+            expected = " or ".join((", ".join(fitting), "null")) if fitting else "null"
+            yield Broken("zero.shards", f"{expected}, since {holders} ranks hold the same {held}")
+
+    def shards_on(self, mesh: MeshSection, *, has_experts: bool) -> int | None:
+        """`shards` on another mesh: the next larger number where as many do not fit, so that no rank needs more
+        memory."""
+        if self.shards is None:
+            return None
+        holders = _holders(mesh, has_experts=has_experts)
+        return next((count for count in range(self.shards, holders + 1) if holders % count == 0), None)
+
+
+def _holders(mesh: MeshSection, *, has_experts: bool) -> int:
+    """Ranks that hold the same parameters; of experts, if there are any, which are the fewest. Mirrors aside."""
+    return mesh.replicas // mesh.ep if has_experts else mesh.replicas

@@ -44,7 +44,7 @@ def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
     if sentence := advice.nearest(changes(config)):
         return sentence
     kinds = (*ON_HOST, sum(ON_HOST, ())) if plan.device == "cuda" else ()
-    most = next(reversed(_zero_stages(config)), ())
+    most = next(reversed(_more_zero(config)), ())
     suffice = [kind for kind in kinds if advice.found([kind + most])]
     if suffice:
         return advice.nearest(kind + zero for kind in suffice for zero in ((), most))
@@ -123,9 +123,9 @@ def _fitting(config: RunConfig, device: str, room: DeviceMemory, tried: Tried) -
 
 
 def changes(config: RunConfig) -> Iterator[Words]:
-    """Overrides of ZeRO's stage, of the microbatches and of kept logits that need less memory, alone and together;
-    first nothing."""
-    zero = [(), *_zero_stages(config)]
+    """Overrides of ZeRO, of the microbatches and of kept logits that need less memory, alone and together; first
+    nothing."""
+    zero = [(), *_more_zero(config)]
     rows = config.batch.global_batch_size // (config.mesh.dp * config.mesh.ep)
     more = [count for count in (2 * config.schedule.microbatches, rows) if config.schedule.microbatches < count <= rows]
     logits = [(), RECOMPUTE] if config.memory.logits == "keep" and not kept_logits(config) else [()]
@@ -133,8 +133,12 @@ def changes(config: RunConfig) -> Iterator[Words]:
     yield from ((*stage, *microbatches, *made) for microbatches, stage, made in product(counts, zero, logits))
 
 
-def _zero_stages(config: RunConfig) -> list[Words]:
-    return [(f"zero.stage={stage}",) for stage in range(config.zero.stage + 1, 4)]
+def _more_zero(config: RunConfig) -> list[Words]:
+    """Overrides with which more is sharded, or over more ranks; the last one needs least memory."""
+    stages: list[Words] = [(f"zero.stage={stage}",) for stage in range(config.zero.stage + 1, 4)]
+    if config.zero.shards is None:
+        return stages
+    return [*stages, *((*stage, "zero.shards=null") for stage in ((), *stages))]
 
 
 def _shown(words: Words) -> str:

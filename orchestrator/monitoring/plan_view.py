@@ -59,13 +59,17 @@ def bubble_text(bubble: Bubble) -> str:
     return f"{format_percent(bubble.longest)} longest, {format_percent(bubble.makespan)} makespan"
 
 
+STATE = ("parameters", "replicas")
+
+
 def _transport_text(plan: Plan) -> str:
     """', peer copies along pp and tp, NCCL for parameters'; '' without communication."""
     text, found = "", transports(plan)
     for kind, name in (("peer", "peer copies"), ("nccl", "NCCL"), ("gloo", "Gloo")):
         moved = [each for each, its in found.items() if its == kind]
-        along = [f"along {' and '.join(axes)}"] if (axes := [each for each in moved if each != "parameters"]) else []
-        uses = " and ".join([*along, *(["for parameters"] if "parameters" in moved else [])])
+        axes, others = ([each for each in moved if (each in STATE) is is_state] for is_state in (False, True))
+        both = ("along", axes), ("for", others)
+        uses = " and ".join(f"{word} {' and '.join(names)}" for word, names in both if names)
         text += f", {name} {uses}" if moved else ""
     return text
 
@@ -111,8 +115,7 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
             if model.experts.shared_intermediate_size and not plan.fp8.shared_experts:
                 facts["experts"] += f"; the shared expert {plan.dtype}: {why_not_shared(model, plan.mesh)}"
     if plan.zero:
-        shards = max(map(plan.num_zero_shards, plan.param_shards))
-        facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage{_gathered_text(plan)}"
+        facts["zero"] = f"stage {plan.zero}, {_shards_text(plan)}{_gathered_text(plan)}"
     if plan.bf16_reduce:
         facts["reduce"] = "gradients in bfloat16, with sums in float32"
     facts["program"] = f"{program.name}, {microbatches}, hash {program.hash[:12]}"
@@ -130,6 +133,13 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
     for name, fact in facts.items():
         table.add_row(f" {name}", fact)
     return table
+
+
+def _shards_text(plan: Plan) -> str:
+    """'8 shards of a pipeline stage, 2 replicas of each'."""
+    shards = max(map(plan.num_zero_shards, plan.param_shards))
+    replicas = max(plan.num_holders(each) // plan.num_zero_shards(each) for each in plan.param_shards)
+    return f"{shards} shards of a pipeline stage" + (f", {replicas} replicas of each" if replicas > 1 else "")
 
 
 def _gathered_text(plan: Plan) -> str:

@@ -15,11 +15,12 @@ from typing import NamedTuple
 from pentad.orchestrator.activations.allocations import BYTES, FP8_TILE, INDEX, Piece, piece_of, wide_bytes
 from pentad.orchestrator.activations.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, instructions_of
+from pentad.schedules.passes.optimizer_pass import last_scatters
 from pentad.schedules.passes.recompute import PARTS, recomputed_parts
 from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import Experts, ModelSpec
-from pentad.schedules.spec.plan import ParamShard, Plan, num_tiles
-from pentad.schedules.spec.row_slots import routed_share
+from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.row_slots import num_tiles, routed_share
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.zero_layout import first_layout
 
@@ -53,12 +54,7 @@ class CommVolume(dict[CommKind, Volume]):
 
 def collective_bytes(plan: Plan, rank: int) -> dict[str, int]:
     """Bytes of a step's collectives of parameters and gradients, by op."""
-    found: Counter[str] = Counter()
-    for instruction in instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
-        if _is_collective(instruction):
-            shards = _shared(plan, rank, instruction)
-            found[instruction.op.value] += sum(_collective(plan, instruction, shard).bytes for shard in shards)
-    return dict(found)
+    return {each.kind: volume.bytes for each, volume in comm_volume(plan, rank).items() if each.axis == "dp"}
 
 
 def param_shards_at(plan: Plan, rank: int, stage: int) -> list[ParamShard]:
@@ -81,24 +77,29 @@ def padded_elements(plan: Plan, shard: ParamShard) -> int:
 
 
 def transports(plan: Plan) -> dict[str, str]:
-    """What moves data ('gloo', 'nccl' or 'peer') between stages and inside layers, by axis, and of 'parameters'."""
+    """What moves data ('gloo', 'nccl' or 'peer') between stages and inside layers, by axis, and of 'parameters';
+    and the gradients of 'replicas' of ZeRO's shards."""
     axes: tuple[Axis, ...] = ("pp", "cp", "tp", "ep")
     found = {str(axis): plan.transport_along(axis) for axis in axes if getattr(plan.mesh, axis) > 1}
     is_shared = any(plan.num_holders(shard) > 1 for shard in plan.param_shards)
-    return found | ({"parameters": plan.transport_along("dp")} if is_shared else {})
+    found |= {"parameters": plan.transport_along("dp")} if is_shared else {}
+    return found | ({"replicas": "gloo" if plan.transport == "gloo" else "nccl"} if plan.zero_shards else {})
 
 
 def comm_volume(plan: Plan, rank: int) -> CommVolume:
     """All that a rank sends in a step, except sums of a few bytes at its end."""
     found, piece, copied = CommVolume(), piece_of(plan), plan.transport_along("tp") == "peer"
-    stream = piece.stream(plan.model.hidden)
-    for instruction in instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
+    stream, program = piece.stream(plan.model.hidden), plan.program.streams[plan.mesh.coordinates(rank).pp]
+    last = last_scatters(program)
+    for instruction in instructions_of(program):
         op, stage = instruction.op, instruction.stage
         if op in SENDS:
             found.add("pp", op.value, 1, stream)
         elif _is_collective(instruction):
             for shard in _shared(plan, rank, instruction):
                 found.add("dp", op.value, *_collective(plan, instruction, shard))
+                if instruction.key in last:
+                    found.add("dp", Op.ALL_REDUCE.value, *_sum_of_replicas(plan, shard))
         elif op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE):
             mode = plan.recompute_mode(stage)
             phase = mode if op is Op.RECOMPUTE else "F" if op is Op.F else "B"
@@ -178,13 +179,23 @@ def _is_collective(instruction: Instruction) -> bool:
 
 
 def _collective(plan: Plan, instruction: Instruction, shard: ParamShard) -> Volume:
-    holders, full = plan.num_holders(shard), padded_elements(plan, shard)
+    count = plan.num_zero_shards(shard)
     if instruction.op is Op.ALL_GATHER:
         gathered, size = first_layout(plan, shard), BYTES[plan.dtype]
-        return Volume(len(gathered.segments), gathered.gathered_size(size) * size // holders * (holders - 1))
-    rounds = 2 if instruction.op is Op.ALL_REDUCE else 1
-    itemsize = BYTES["bfloat16"] if plan.bf16_reduce else wide_bytes(plan.dtype)
-    return Volume(1, rounds * full * (holders - 1) // holders * itemsize)
+        return Volume(len(gathered.segments), gathered.gathered_size(size) * size // count * (count - 1))
+    if instruction.op is Op.ALL_REDUCE:
+        return _sum_of_replicas(plan, shard)
+    return Volume(1, padded_elements(plan, shard) * (count - 1) // count * _gradient_bytes(plan))
+
+
+def _sum_of_replicas(plan: Plan, shard: ParamShard) -> Volume:
+    """An all-reduce of the gradients of a shard between those that have the same part of it, if there are several."""
+    count = plan.num_holders(shard) // plan.num_zero_shards(shard)
+    return Volume(int(count > 1), 2 * plan.zero_shard_size(shard) * (count - 1) // count * _gradient_bytes(plan))
+
+
+def _gradient_bytes(plan: Plan) -> int:
+    return BYTES["bfloat16"] if plan.bf16_reduce else wide_bytes(plan.dtype)
 
 
 def _num_tiles(piece: Piece, *, copied: bool) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
@@ -25,9 +25,10 @@ from pentad.orchestrator.planning.hardware import (
 )
 from pentad.orchestrator.planning.parameter_collectives import (
     gather_seconds,
-    local_parameters,
     num_mirrors,
     reduction_seconds,
+    replica_seconds,
+    updated_bytes,
 )
 from pentad.orchestrator.planning.part_flops import FORWARD_KERNELS, part_flops, part_kernels
 from pentad.schedules.passes.recompute import ROW_WISE, recomputed_parts
@@ -59,13 +60,14 @@ def guess_costs(
 
     Slices of a sequence cost the same, as their attention does on average. `modes` are the plan's of recomputation. The
     tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
-    the same parameters reduce their gradients, and with `zero` each updates a shard. The rank whose
-    stages in `placement` have most parameters decides how long the end of a step takes. With `lora` only adapters have
-    W, and ZeRO-3 gathers what is frozen as well. `offloaded` are the bytes of an OFFLOAD or RELOAD, by stage. A
-    `host_optimizer` has its state in host memory, from where it comes at the end of a step while it goes back. With
-    `bf16_reduce` gradients are reduced in bfloat16.
+    the same parameters reduce their gradients, and with `zero` each updates a shard. The rank whose stages in
+    `placement` have most parameters decides how long the end of a step takes. With `lora` only adapters have W, and
+    ZeRO-3 gathers what is frozen as well; replicas of the piece's `zero_shards` add up their gradients. `offloaded` are
+    the bytes of an OFFLOAD or RELOAD, by stage. A `host_optimizer` has its state in host memory, from where it comes at
+    the end of a step while it goes back. With `bf16_reduce` gradients are reduced in bfloat16.
     """
-    mesh, mirrors = piece.mesh, num_mirrors(placement)
+    mesh, mirrors, shards = piece.mesh, num_mirrors(placement), piece.zero_shards
+    reduced: dict[str, Any] = {"bf16": bf16_reduce, "mirrors": mirrors, "shards": shards}
     found: dict[tuple[Kind, str], tuple[float, ...]] = {}
     keys = list[tuple[Kind, str]]()
     for span, mode in zip(layers, modes or ("none",) * len(layers), strict=True):
@@ -79,11 +81,13 @@ def guess_costs(
                 stage.backward,
                 stage.weight,
                 _recompute_seconds(model, span, stage, mode, piece, rates),
-                reduction_seconds(model, lora, span, mesh, rates, zero, bf16=bf16_reduce, mirrors=mirrors),
+                reduction_seconds(model, lora, span, mesh, rates, zero, **reduced),
                 gather_seconds(model, lora, span, piece, rates, zero, mirrors),
+                replica_seconds(model, lora, span, mesh, rates, **reduced) if zero and shards else 0.0,
             )
-    forward, backward, weight, again, reduce, gather = zip(*map(found.__getitem__, keys), strict=True)
-    norm, step = end_seconds(model, layers, placement, mesh, rates, zero, lora, host_optimizer=host_optimizer)
+    forward, backward, weight, again, reduce, gather, replicas = zip(*map(found.__getitem__, keys), strict=True)
+    given = model, layers, placement, mesh, rates, zero, lora
+    norm, step = end_seconds(*given, host_optimizer=host_optimizer, shards=shards)
     return Costs(
         forward=forward,
         backward=backward,
@@ -91,6 +95,7 @@ def guess_costs(
         transfer=transfer_seconds(model, piece, rates),
         reduce=reduce,
         gather=gather if zero else (),
+        reduce_replicas=replicas if zero and shards else (),
         norm=norm,
         step=step,
         launch=rates.launch,
@@ -120,12 +125,13 @@ def end_seconds(
     lora: LoraSpec | None,
     *,
     host_optimizer: bool,
+    shards: int = 0,
 ) -> tuple[float, float]:
     """Seconds of NORM and STEP, at the end of a step."""
     kinds = [kind_of(model, None, span) for span in layers]
     replicas = num_mirrors(placement) * mesh.dp * mesh.ep if zero else 0
     sizes = {
-        kind: _updated_bytes(model, lora, span, mesh, replicas)
+        kind: updated_bytes(model, lora, span, mesh, replicas, shards)
         for kind, span in dict(zip(kinds, layers, strict=True)).items()
     }
     updated = max(sum(sizes[kinds[stage]] for stage in held) for held in placement)
@@ -390,10 +396,3 @@ def _saved_by_8bit(rates: Rates, scaling: Scaling, flops: float) -> float:
     if rates.products_8bit:
         speedup *= rate_at(rates.products_8bit, flops) / plain / FP8_SPEEDUPS["tensor"]
     return flops / plain * (1 - 1 / speedup)
-
-
-def _updated_bytes(model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, replicas: int) -> float:
-    """Bytes of a stage's gradients that one rank updates with: a shard over `replicas`, or all (0)."""
-    dense, experts = (BYTES["float32"] * size for size in local_parameters(model, lora, span, mesh))
-    holders = max(1, replicas * mesh.cp)
-    return dense / holders + experts / max(1, holders // mesh.ep)

@@ -183,16 +183,16 @@ def reduction_bytes(plan: Plan, rank: int) -> int:
     chunk's, on a CPU those of all reductions, which may all be under way."""
     if not plan.bf16_reduce:
         return inbox_elements(plan, rank) * wide_bytes(plan.dtype)
+    counts = {shard: plan.num_zero_shards(shard) for shard in plan.param_shards_of(rank)}
+    replicas = {shard: plan.num_holders(shard) // count for shard, count in counts.items()}
+    sent = [count * aligned_part(plan.zero_shard_size(shard), count) for shard, count in replicas.items() if count > 1]
+    copied = 0
     if plan.transport_along("dp") == "peer":
-        return (inbox_elements(plan, rank) + outbox_elements(plan, rank)) * BYTES["bfloat16"]
-    holders = {shard: plan.num_holders(shard) for shard in plan.param_shards_of(rank)}
-    sent = [
-        padded_elements(plan, shard) if plan.zero else count * aligned_part(plan.size(shard), count)
-        for shard, count in holders.items()
-        if count > 1
-    ]
+        copied = inbox_elements(plan, rank) + outbox_elements(plan, rank)
+    else:
+        sent += [padded_elements(plan, shard) for shard, count in counts.items() if count > 1]
     at_once = sum(sent) if plan.device == "cpu" else min(INBOX_ELEMENTS, max(sent, default=0))
-    return 2 * at_once * BYTES["bfloat16"]
+    return (copied + 2 * at_once) * BYTES["bfloat16"]
 
 
 def copy_slots_bytes(plan: Plan, rank: int) -> int:
@@ -260,13 +260,13 @@ def state_bytes(plan: Plan) -> int:
 
 
 def snapshot_bytes(plan: Plan, rank: int) -> int:
-    """Of master weights and moments that a rank stores in checkpoints: its ZeRO shards, or its equal part of what all
-    holders have. Nothing is copied that is in host memory anyway."""
+    """Of master weights and moments that a rank stores in checkpoints: its equal part of what it and its replicas
+    hold. Nothing is copied that is in host memory anyway."""
     if plan.host_optimizer:
         return 0
     return sum(
         (plan.zero_shard_size(shard) * wide_bytes(plan.dtype) + optimizer_bytes(plan, shard, rank))
-        // (plan.num_holders(shard) if plan.num_zero_shards(shard) == 1 else 1)
+        // (plan.num_holders(shard) // plan.num_zero_shards(shard))
         for shard in plan.param_shards_of(rank)
     )
 

@@ -145,12 +145,15 @@ def is_on_host(mesh: Mesh, axes: Collection[Axis], order: Sequence[str] = HOST_O
 
 
 @lru_cache(maxsize=4096)
-def links_of(rates: Rates, mesh: Mesh, axes: tuple[Axis, ...], *, in_layers: bool = False) -> Links:
-    """Of the slowest link along the axes, between layers or inside them. Where these ranks share a host, transfers
+def links_of(rates: Rates, mesh: Mesh, axes: tuple[Axis, ...], *, in_layers: bool = False, group: int = 0) -> Links:
+    """Of the slowest link along the axes, or between each `group` of consecutive ranks along them, between layers or
+    inside them. Where these ranks share a host, transfers
     and ZeRO's collectives take the rates of peer copies; exchanges inside layers, whose copies wait for slots as well,
     those of NCCL: at the others, runs with tp4 and ep4 were predicted worse."""
-    held = ranks_on_host(mesh, axes, rates.host_order)
-    if held < math.prod(getattr(mesh, axis) for axis in axes):
+    held, ranks = ranks_on_host(mesh, axes, rates.host_order), math.prod(getattr(mesh, axis) for axis in axes)
+    if group:
+        held, ranks = math.gcd(held, group), group
+    if held < ranks:
         return rates.inter_host.shared(held, rates.intra_host)
     return rates.intra_host if in_layers else rates.peer
 

@@ -29,7 +29,6 @@ from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import (
     Plan,
-    layers_of_sizes,
     num_units,
     split_layers,
     split_layers_by_cost,
@@ -37,7 +36,7 @@ from pentad.schedules.spec.plan import (
 )
 from pentad.schedules.spec.row_slots import expert_slots, routed_share
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.schedules.spec.tensors import LayerRange, head_in_layers
+from pentad.schedules.spec.tensors import LayerRange, head_in_layers, layers_of_sizes
 
 UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
 LOGIT_BYTES = 512 * 2**20  # of a chunk
@@ -199,7 +198,9 @@ def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None
     gpu, fraction = gpu_of(config.cluster) if device == "cuda" else "", row_fraction(config)
     found = Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu, recompute_fraction=fraction)
     slots = slots_for(config, mesh, device, found.tokens)
-    return found._replace(logit_rows=logit_rows(config, mesh, found.dtype), expert_slots=slots)
+    return found._replace(
+        logit_rows=logit_rows(config, mesh, found.dtype), expert_slots=slots, zero_shards=config.zero.shards or 0
+    )
 
 
 def slots_for(config: RunConfig, mesh: Mesh, device: str, tokens: int) -> int:

@@ -7,16 +7,12 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece
-from pentad.orchestrator.planning.hardware import is_on_host, links_of
+from pentad.orchestrator.planning.hardware import links_of, ranks_on_host
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
-from pentad.schedules.spec.mesh import Axis, Mesh
+from pentad.schedules.spec.mesh import DENSE_AXES, EXPERT_AXES, Axis, Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.tensors import LayerRange, gathered_in_8_bits
-
-# Along which ranks hold the same parameters, and the same experts.
-DENSE_AXES: tuple[Axis, ...] = ("dp", "cp", "ep")
-EXPERT_AXES: tuple[Axis, ...] = ("dp", "cp")
 
 
 def local_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
@@ -46,14 +42,19 @@ def reduction_seconds(
     *,
     bf16: bool,
     mirrors: int = 1,
+    shards: int = 0,
 ) -> float:
-    """Seconds of an all-reduce of a stage's gradients, or with ZeRO of two reduce-scatters. In `bf16` terms are rounded
-    and exchanged, or read by peers, and added, and without ZeRO sums are gathered."""
-    shared = partial(_shared_seconds, model, lora, span, mesh, rates, mirrors)
+    """Seconds of an all-reduce of a stage's gradients, or with ZeRO of two reduce-scatters, over groups if there are so
+    many `shards`. In `bf16` terms are rounded and exchanged, or read by peers, and added, and without ZeRO sums are
+    gathered."""
+    shards = shards if zero else 0
+    shared = partial(_shared_seconds, model, lora, span, mesh, rates, mirrors, shards)
     if bf16:
         # The former's rate has the sum.
         along = _along(DENSE_AXES, mirrors)
-        kind = "reduce_scatter" if zero and is_on_host(mesh, along, rates.host_order) else "all_to_all"
+        held = ranks_on_host(mesh, along, rates.host_order)
+        on_host = held % shards == 0 if shards else held == math.prod(getattr(mesh, axis) for axis in along)
+        kind = "reduce_scatter" if zero and on_host else "all_to_all"
         narrow, (dense, experts) = BYTES["bfloat16"], local_parameters(model, lora, span, mesh)
         passes = BYTES["float32"] + narrow * (1 if kind == "reduce_scatter" else 2)
         terms = shared(kind, narrow)
@@ -64,12 +65,55 @@ def reduction_seconds(
     return shared("all_reduce", 2 * BYTES["float32"])
 
 
+def replica_seconds(
+    model: ModelSpec,
+    lora: LoraSpec | None,
+    span: LayerRange,
+    mesh: Mesh,
+    rates: Rates,
+    *,
+    bf16: bool,
+    mirrors: int,
+    shards: int,
+) -> float:
+    """Seconds in which the replicas of each of a stage's `shards` add up their gradients; those on a host share its
+    links with the replicas of other shards."""
+    seconds, itemsize = 0.0, BYTES["bfloat16" if bf16 else "float32"]
+    for size, shared in zip(local_parameters(model, lora, span, mesh), (DENSE_AXES, EXPERT_AXES), strict=True):
+        along = _along(shared, mirrors)
+        held, ranks = ranks_on_host(mesh, along, rates.host_order), math.prod(getattr(mesh, axis) for axis in along)
+        replicas = mirrors * math.prod(getattr(mesh, axis) for axis in shared) // shards
+        if replicas == 1 or not size:
+            continue
+        links = rates.intra_host
+        if held < ranks:
+            links = rates.inter_host.shared(max(1, held // shards), rates.intra_host)
+        sent = itemsize * size / shards * (replicas - 1) / replicas
+        kinds = ("all_to_all", "all_gather") if bf16 else ("reduce_scatter", "all_gather")
+        both = sum(links.of(kind).seconds(sent) for kind in kinds)
+        seconds += both if bf16 else links.all_reduce.seconds(2 * sent)
+    return seconds
+
+
 def gather_seconds(
     model: ModelSpec, lora: LoraSpec | None, span: LayerRange, piece: Piece, rates: Rates, zero: int, mirrors: int = 1
 ) -> float:
     """Seconds of an all-gather of a stage's weights with ZeRO; beside frozen ones adapters do not count."""
     gathered, fp8 = (None, piece.fp8) if zero == 3 else (lora, None)
-    return _shared_seconds(model, gathered, span, piece.mesh, rates, mirrors, "all_gather", piece.itemsize, fp8)
+    given = model, gathered, span, piece.mesh, rates, mirrors, piece.zero_shards
+    return _shared_seconds(*given, "all_gather", piece.itemsize, fp8)
+
+
+def updated_bytes(
+    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, replicas: int, shards: int
+) -> float:
+    """Bytes of a stage's gradients that one rank updates with: a shard, one of `shards` or over `replicas`, or all (0
+    replicas)."""
+    dense, experts = (BYTES["float32"] * size for size in local_parameters(model, lora, span, mesh))
+    if replicas and shards:
+        return (dense + experts) / shards
+    holders = max(1, replicas * mesh.cp)
+    return dense / holders + experts / max(1, holders // mesh.ep)
 
 
 def parameters_in_8_bits(model: ModelSpec, fp8: Fp8Spec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
@@ -96,6 +140,7 @@ def _shared_seconds(
     mesh: Mesh,
     rates: Rates,
     mirrors: int,
+    shards: int,
     kind: str,
     itemsize: int,
     fp8: Fp8Spec | None = None,
@@ -105,10 +150,11 @@ def _shared_seconds(
     seconds = 0.0
     sizes, narrow = local_parameters(model, lora, span, mesh), parameters_in_8_bits(model, fp8, span, mesh)
     for size, in_8_bits, shared in zip(sizes, narrow, (DENSE_AXES, EXPERT_AXES), strict=True):
-        holders = mirrors * math.prod(getattr(mesh, axis) for axis in shared)
+        holders = shards or mirrors * math.prod(getattr(mesh, axis) for axis in shared)
         operations = (size > in_8_bits or shared == DENSE_AXES) + (in_8_bits > 0)
         sent = (itemsize * (size - in_8_bits) + in_8_bits) * (holders - 1) / holders
-        seconds += links_of(rates, mesh, _along(shared, mirrors)).of(kind).seconds(sent, operations)
+        along = shared if shards else _along(shared, mirrors)
+        seconds += links_of(rates, mesh, along, group=shards).of(kind).seconds(sent, operations)
     return seconds
 
 

@@ -252,6 +252,7 @@ def draft(
         hosts=hosts if device == "cuda" else (),
         deterministic=config.precision.deterministic,
         zero=zero,
+        zero_shards=(config.zero.shards or 0) if zero else 0,
         bf16_reduce=config.precision.bf16_reduce,
         cp_method=config.mesh.cp_method,
         expert_slots=slots_for(config, config.mesh.mesh, device, slice_tokens),
@@ -313,7 +314,16 @@ def _memory_options(
         prefetch=section.prefetch,
         max_gathered=max_gathered(config, section.stage, units),
         reduce=reduction(config, section.stage),
-        sizes=pool_sizes(model, config.lora_spec, layers, config.mesh.mesh, 1 + layout.has_mirrors, fp8, itemsize),
+        sizes=pool_sizes(
+            model,
+            config.lora_spec,
+            layers,
+            config.mesh.mesh,
+            1 + layout.has_mirrors,
+            fp8,
+            itemsize,
+            section.shards or 0,
+        ),
     )
 
 

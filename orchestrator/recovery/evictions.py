@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ray.util.placement_group import PlacementGroup
@@ -14,8 +15,9 @@ from pentad.orchestrator.config.recovery_sections import ElasticSection
 from pentad.orchestrator.diagnosis.slow_ranks import sentence
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.schedules.diagnosis.slow_ranks import SlowRank
-from pentad.schedules.spec.mesh import ORDER
+from pentad.schedules.spec.mesh import ORDER, Axis
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.zero_layout import zero_group
 
 AGAIN = 1000  # steps before which a rank that has moved does not move again
 BESIDE_SECONDS = 5.0  # for Ray to find another GPU of the same node
@@ -143,7 +145,14 @@ def may_leave_node(plan: Plan) -> bool:
 
 def with_ranks_beside(ranks: Iterable[int], plan: Plan) -> tuple[int, ...]:
     """The ranks, and those that have to be on the same node: along tp, and where they exchange by peer copies."""
-    axes = {axis for axis in ORDER if plan.transport_along(axis) == "peer"}
-    axes |= set(plan.holder_axes) if "dp" in axes else set()
-    axes |= set() if plan.tp_across_nodes else {"tp"}
-    return tuple(sorted({other for rank in ranks for other in plan.mesh.group(tuple(axes), rank)}))
+    copied: set[Axis] = {axis for axis in ORDER if plan.transport_along(axis) == "peer"}
+    axes: tuple[Axis, ...] = tuple((copied - {"dp"}) | (set() if plan.tp_across_nodes else {"tp"}))
+    found, new = set[int](), set(ranks)
+    while new:
+        found |= new
+        beside = {other for rank in new for other in plan.mesh.group(axes, rank)}
+        if "dp" in copied:
+            parts = ((shard, rank) for rank in new for shard in plan.param_shards_of(rank))
+            beside.update(chain.from_iterable(zero_group(plan, shard, rank) for shard, rank in parts))
+        new = beside - found
+    return tuple(sorted(found))

@@ -1,8 +1,8 @@
 """Ends a generation on the ranks that are left of it, and collects what they still hold.
 
 A lost rank takes its part of the steps in flight with it, and nothing else, as long as another rank holds the same
-stages; a ZeRO shard of them (zero.stage) is otherwise only in the newest checkpoint. Every attempt increments the
-generation, and workers refuse calls of earlier ones.
+stages, or with ZeRO the same shard of them (zero.shards); that is otherwise only in the newest checkpoint. Every
+attempt increments the generation, and workers refuse calls of earlier ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ import ray
 
 from pentad.orchestrator.cluster.faults import Superseded, WorkerError
 from pentad.orchestrator.cluster.group import Member, WorkerGroup
-from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.plan import ParamShard, Plan, ShardPart
+from pentad.schedules.spec.zero_layout import replica_groups
 from pentad.workers.runtime.results import Evaluation, RankSnapshot, StepResult
 
 FENCE_SECONDS, SNAPSHOT_SECONDS = 5.0, 10.0
@@ -112,34 +112,46 @@ def is_recordable(state: RecoveryState, done: int) -> bool:
 
 
 def is_complete(plan: Plan, state: RecoveryState) -> bool:
-    """Whether the current ranks hold the newest state of every parameter shard: one holder suffices where holders are
-    replicas, all are needed where each holds a ZeRO shard."""
+    """Whether the current ranks hold the newest state of every parameter shard: one rank suffices of those that hold
+    the same, or the same ZeRO shard."""
     if state.version < 0:  # an earlier recovery was interrupted before any rank had a state
         return False
-    current = set(state.current)
-    return all(
-        len(current.intersection(plan.holders(shard))) >= plan.num_zero_shards(shard) for shard in plan.param_shards
-    )
+    return all(newest for _, newest, _ in _parts(plan, state.current))
 
 
-def sources(plan: Plan, current: Iterable[int]) -> dict[ParamShard, int]:
-    """For each parameter shard that a rank outside `current` holds: the current rank that sends its state."""
-    newest = set(current)
-    stale = {shard for rank in range(plan.mesh.size) if rank not in newest for shard in plan.param_shards_of(rank)}
-    return {shard: min(newest.intersection(plan.holders(shard))) for shard in sorted(stale)}
+def sources(plan: Plan, current: Iterable[int]) -> dict[ShardPart, int]:
+    """For each part of a parameter shard that a rank outside `current` holds: the current rank that sends its state."""
+    return {part: newest[0] for part, newest, stale in _parts(plan, current) if stale}
 
 
 def handed_over(plan: Plan, current: Iterable[int]) -> dict[int, dict[int, ParamShard]]:
     """The parameter shards that each current rank gives out, all together the state, by the number of the part: that of
     a shard, or of its ZeRO shards one each."""
-    found, numbers = {rank: dict[int, ParamShard]() for rank in current}, count()
+    found: dict[int, dict[int, ParamShard]] = {}
+    for number, ((shard, _), newest, _) in enumerate(_parts(plan, current)):
+        for rank in newest:
+            found.setdefault(rank, {})[number] = shard
+    return found
+
+
+def owned(plan: Plan, current: Iterable[int]) -> dict[int, tuple[ParamShard, ...]]:
+    """The parameter shards of which each current rank saves what it holds, all together the state once."""
+    found: dict[int, tuple[ParamShard, ...]] = {}
+    for (shard, _), newest, _ in _parts(plan, current):
+        found[newest[0]] = (*found.get(newest[0], ()), shard)
+    return found
+
+
+def _parts(plan: Plan, current: Iterable[int]) -> Iterator[tuple[ShardPart, list[int], list[int]]]:
+    """Every part that the state is cut into, and which of its ranks are current, and which are not."""
+    known = set(current)
     for shard in plan.param_shards:
-        holders = sorted(found.keys() & set(plan.holders(shard)))
-        number, is_sharded = next(numbers), plan.num_zero_shards(shard) > 1
-        for rank in holders:
-            found[rank][number] = shard
-            number = next(numbers) if is_sharded else number
-    return {rank: parts for rank, parts in found.items() if parts}
+        for part, ranks in enumerate(replica_groups(plan, shard)):
+            yield (
+                (shard, part),
+                [each for each in ranks if each in known],
+                [each for each in ranks if each not in known],
+            )
 
 
 def kill(group: WorkerGroup, ranks: Iterable[int]) -> None:

@@ -66,6 +66,8 @@ def _with_sizes(config: RunConfig, dp: int, pp: int) -> RunConfig:
         return config
     changed = config.model_dump()
     changed["mesh"] |= {"dp": dp, "pp": pp}
+    mesh = config.mesh.model_copy(update=changed["mesh"])
+    changed["zero"]["shards"] = config.zero.shards_on(mesh, has_experts=config.model.experts is not None)
     changed["schedule"]["microbatches"] = config.mesh.dp * config.schedule.microbatches // dp
     if pp != config.mesh.pp:  # other stages, with more layers each
         changed["memory"]["recompute_stages"] = changed["schedule"]["layers_per_stage"] = None

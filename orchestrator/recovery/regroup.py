@@ -23,6 +23,7 @@ from pentad.orchestrator.recovery.fence import (
     end_processes,
     handed_over,
     is_complete,
+    owned,
     sources,
 )
 from pentad.orchestrator.recovery.hang_detection import check_answers
@@ -34,7 +35,7 @@ from pentad.orchestrator.recovery.retention import kept_steps, looked_up, newest
 from pentad.orchestrator.recovery.spares import Spares
 from pentad.orchestrator.search.replanned_order import EVENT
 from pentad.schedules.spec.mesh import numbered
-from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start, Unreadable, complete_folders, has_manifest
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.replication.source import CopySource
@@ -299,26 +300,21 @@ class Regroup:
         return NewestIntact(self.bus, self.config.cluster.start_timeout_seconds, restart=restart)
 
     def save(self, state: RecoveryState) -> None:
-        """Writes a checkpoint of the newest state, unless there is an intact one, each parameter shard by one of its
-        current holders."""
+        """Writes a checkpoint of the newest state, unless there is an intact one, each part by one of the current ranks
+        that hold it."""
         began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)
         newest = self._newest(restart=True)
         if has_manifest(path):
             if newest.is_intact(path):
                 return
             newest.find()
-        plan, current = group.plan, set(state.current)
-        owned: dict[int, tuple[ParamShard, ...]] = {}
-        for shard in plan.param_shards:
-            holders = sorted(current.intersection(plan.holders(shard)))
-            for rank in holders if plan.num_zero_shards(shard) > 1 else holders[:1]:
-                owned[rank] = (*owned.get(rank, ()), shard)
-        refs, tick = group.submit_save_of(owned, path, state.version), newest.moving(self._check_answers())
+        saved = owned(group.plan, state.current)
+        refs, tick = group.submit_save_of(saved, path, state.version), newest.moving(self._check_answers())
         shards = [shard for its in group.collect(refs, tick=tick) for shard in its]
-        (committed,) = group.collect(group.submit_commit(path, state.version, shards, min(owned)), tick=tick)
+        (committed,) = group.collect(group.submit_commit(path, state.version, shards, min(saved)), tick=tick)
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
         facts = {"seconds": seconds, "manifest": committed.manifest, "bytes": size}
         self.bus.record("checkpoint", generation=group.generation, step=state.version, **facts)
         kept = kept_steps(self.config, committed.saved, self.bus.folder.evaluations())
-        prune = group.submit_beside("prune", path, self.config.checkpoint.keep, kept, rank=min(owned))
+        prune = group.submit_beside("prune", path, self.config.checkpoint.keep, kept, rank=min(saved))
         group.collect(prune, tick=tick)

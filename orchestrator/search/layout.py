@@ -5,7 +5,7 @@ All settings with one mesh, size of microbatches and placement of stages share a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -77,13 +77,15 @@ def placement_of(order: Order, ranks: int, microbatches: int, slices: int) -> Pl
 
 
 class Work:
-    """What is to be planned: a configuration on GPUs, and what its layouts have in common."""
+    """What is to be planned: a configuration on GPUs, and what its layouts have in common. `held` as in `space_of`;
+    None: everything that a setting does not say."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, held: Collection[str] | None = None) -> None:
         self.config, self.model = config, config.model_spec("bfloat16")
         self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
         self.lora, self.gpu, self.rates = config.lora_spec, gpu_of(config.cluster), rates_for(config.cluster, "cuda")
         self.launched = launched(self.rates)
+        self.zero_shards = (config.zero.shards or 0) if held is None or "zero.shards" in held else 0
         self.fp8 = fp8_spec(config, self.model, self.rates)
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
@@ -126,7 +128,9 @@ class Work:
         sizes = rows, length // slices // mesh.cp
         found = Piece(*sizes, self.dtype, "cuda", slices, mesh, method, fp8=self.fp8, gpu=self.gpu)
         slots = slots_for(self.config, mesh, "cuda", found.tokens)
-        return found._replace(logit_rows=logit_rows(self.config, mesh, self.dtype), expert_slots=slots)
+        return found._replace(
+            logit_rows=logit_rows(self.config, mesh, self.dtype), expert_slots=slots, zero_shards=self.zero_shards
+        )
 
     def layout(self, mesh: Mesh, microbatches: int, order: Order, unit_layers: int | None, *, by_layer: bool) -> Layout:
         """Raises PentadError for sizes that do not divide."""
@@ -164,7 +168,7 @@ class Work:
         if key not in self._reduce:
             given = self.model, self.lora, span, mesh, self.rates, zero
             bf16 = self.config.precision.bf16_reduce
-            self._reduce[key] = reduction_seconds(*given, bf16=bf16, mirrors=mirrors)
+            self._reduce[key] = reduction_seconds(*given, bf16=bf16, mirrors=mirrors, shards=self.zero_shards)
         return self._reduce[key]
 
     def gather_seconds(self, piece: Piece, span: LayerRange, mirrors: int) -> float:
@@ -179,7 +183,7 @@ class Work:
         """NORM and STEP of the fullest rank."""
         on_host = self.config.memory.optimizer == "host"
         given = self.model, self.stages(placement), placement, mesh, self.rates, zero, self.lora
-        return end_seconds(*given, host_optimizer=on_host)
+        return end_seconds(*given, host_optimizer=on_host, shards=self.zero_shards)
 
     def _stages(self, placement: Placement) -> tuple[LayerRange, ...]:
         """The layers of each stage."""

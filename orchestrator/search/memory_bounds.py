@@ -53,14 +53,15 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
     compute, wide, zero = BYTES[work.dtype], wide_bytes(work.dtype), zero if layout.is_shared else 0
     by_unit = [layout.parameters[unit] for unit in units]
     full, beside = sum(map(sum, by_unit)), _beside(layout, units, layout.parameters) if buffers and zero > 1 else 0
-    holders = mesh.dp * mesh.cp * layout.holders
-    shard = sum(dense / (holders * mesh.ep) + experts / holders for dense, experts in by_unit) if zero else full
+    of_experts = work.zero_shards or mesh.dp * mesh.cp * layout.holders
+    of_rest = work.zero_shards or of_experts * mesh.ep
+    shard = sum(dense / of_rest + experts / of_experts for dense, experts in by_unit) if zero else full
     frozen = sum(_frozen(layout, layout.layers[unit]) for unit in units) if work.lora is not None else 0
     weights: float = (full + frozen) * compute
     if zero == 3:
         room, of_units = layout.gathered(max_gathered) or len(units), [layout.gathered_bytes[unit] for unit in units]
-        shards = sum(dense / (holders * mesh.ep) + experts / holders for dense, experts in of_units)
-        shards += compute * frozen / (holders * mesh.ep)
+        shards = sum(dense / of_rest + experts / of_experts for dense, experts in of_units)
+        shards += compute * frozen / of_rest
         is_ahead = room > 1 and work.config.zero.prefetch > 0
         ahead = _beside(layout, units, layout.gathered_bytes) if buffers and is_ahead else 0
         gathered = ahead if is_ahead else buffers * max(map(sum, of_units))

@@ -97,7 +97,7 @@ class _Search:
     def __init__(self, config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str]) -> None:
         self.config, self.space, self.device, self.held = config, space, device, held
         self.compared = without_evaluation(config)
-        self.work, self.found = Work(config), SearchResult(device, space, held)
+        self.work, self.found = Work(config, held), SearchResult(device, space, held)
         self._heap: list[tuple[float, int, Branch]] = []
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}

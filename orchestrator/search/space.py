@@ -38,6 +38,7 @@ RESET: dict[str, Any] = {
     "memory.max_resident_microbatches": None,
     "zero.prefetch": 1,
     "zero.reduce": None,
+    "zero.shards": None,
 }
 PLAIN = {"name": "1f1b", "microbatches": 1, "chunks": None}  # a schedule that goes with every mesh
 TRANSPORT = "cluster.transport"  # tried only where nothing else makes a mesh fit

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from pentad.orchestrator.planning.estimate import even_piece, rates_of_plan
 from pentad.orchestrator.planning.hardware import links_of, ranks_on_host
-from pentad.orchestrator.planning.parameter_collectives import DENSE_AXES, EXPERT_AXES, local_parameters
+from pentad.orchestrator.planning.parameter_collectives import local_parameters
 from pentad.orchestrator.simulation.layer_spans import messages_of
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.simulate.shared_links import LinkShares, Shares
-from pentad.schedules.spec.mesh import Axis
+from pentad.schedules.spec.mesh import DENSE_AXES, EXPERT_AXES, Axis
 from pentad.schedules.spec.plan import Plan
 
 NOTHING: Shares = (0.0, 0.0)
@@ -55,17 +55,21 @@ def _of_parameters(plan: Plan, rates: Rates, stage: int) -> Shares:
     time."""
     sizes = local_parameters(plan.model, plan.lora, plan.layers[stage], plan.mesh)
     both = zip(sizes, (DENSE_AXES, EXPERT_AXES), strict=True)
-    seconds = [_busy(plan, rates, axes, "all_gather", size) for size, axes in both]
+    seconds = [_busy(plan, rates, axes, "all_gather", size, group=plan.zero_shards) for size, axes in both]
     return _shares([sum(its) for its in zip(*seconds, strict=True)], sum(max(its) for its in seconds))
 
 
-def _busy(plan: Plan, rates: Rates, axes: tuple[Axis, ...], kind: str, size: int, *, in_layers: bool = False) -> Shares:
-    """Seconds that `size` bytes of the ranks along these axes keep each link of a rank busy. Between hosts, a
-    collective's bytes pass from rank to rank on each host as well."""
+def _busy(
+    plan: Plan, rates: Rates, axes: tuple[Axis, ...], kind: str, size: int, *, in_layers: bool = False, group: int = 0
+) -> Shares:
+    """Seconds that `size` bytes of the ranks along these axes, or of each `group` of them, keep each link of a rank
+    busy. Between hosts, a collective's bytes pass from rank to rank on each host as well."""
     ranks, held = math.prod(getattr(plan.mesh, axis) for axis in axes), ranks_on_host(plan.mesh, axes, rates.host_order)
+    if group:
+        ranks, held = group, math.gcd(held, group)
     if ranks == 1:
         return NOTHING
-    seconds = size / links_of(rates, plan.mesh, axes, in_layers=in_layers).of(kind).bandwidth
+    seconds = size / links_of(rates, plan.mesh, axes, in_layers=in_layers, group=group).of(kind).bandwidth
     if held == ranks:
         return seconds, 0.0
     return size / rates.intra_host.of(kind).bandwidth if held > 1 and kind in PASSED_ON else 0.0, seconds

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from pentad.schedules.ir.columns import CODE, key_columns
-from pentad.schedules.ir.instruction import Instruction, Key, Op
+from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.lookup import IS_REDUCTION, IS_SEND, IS_WEIGHT
-from pentad.schedules.ir.program import Program
+from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.ir.rewrite import Addition, insert, insert_rows
 
 
@@ -61,6 +61,12 @@ def _after_sends(program: Program, rank: int, row: int) -> int:
     while row + 1 < end and IS_SEND[columns.op[row + 1]]:
         row += 1
     return columns.position(row)[1] + 1
+
+
+def last_scatters(stream: Stream) -> frozenset[Key]:
+    """The REDUCE_SCATTERs of a rank after which a stage's gradients are those of the step."""
+    scatters = (part for part in instructions_of(stream) if part.op is Op.REDUCE_SCATTER)
+    return frozenset({part.stage: part.key for part in scatters}.values())
 
 
 def add_step(program: Program) -> Program:

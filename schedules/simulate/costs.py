@@ -27,7 +27,8 @@ class Costs:
     `forward`, `backward` (input gradients only) and `weight` (weight gradients) hold one entry per stage, for one
     microbatch; so do `recompute` (empty: as `forward`; 0: nothing is launched), `offload`, the time of one OFFLOAD or
     RELOAD (empty: 0), `reduce`, that of an all-reduce of the stage's gradients (empty: 0), and `gather`, that of an
-    all-gather of its weights (empty: half of `reduce`). A REDUCE_SCATTER takes half of `reduce`.
+    all-gather of its weights (empty: half of `reduce`). A REDUCE_SCATTER takes half of `reduce`, the last one of a step
+    and stage also `reduce_replicas`, in which replicas of a shard add up their gradients (empty: 0).
     With sliced sequences an entry is for one slice: all slices cost the same, although under a causal mask later ones
     attend to more tokens. `transfer` is one activation or gradient sent to another rank, `norm` and `step` the end of a
     step (`norm` also that of an evaluation); `launch` is added to every compute instruction.
@@ -49,6 +50,7 @@ class Costs:
     offload: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
     gather: tuple[float, ...] = ()
+    reduce_replicas: tuple[float, ...] = ()
 
     @staticmethod
     def uniform(
@@ -91,12 +93,12 @@ class Costs:
         def sums(values: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(sum(values[first:end]) for first, end in pairwise(ends)) if values else ()
 
-        fields = ("forward", "backward", "weight", "recompute", "offload", "reduce", "gather")
+        fields = ("forward", "backward", "weight", "recompute", "offload", "reduce", "gather", "reduce_replicas")
         by_stage: dict[str, Any] = {field: sums(getattr(self, field)) for field in fields}
         return replace(self, **by_stage)
 
     def seconds(self, instruction: Instruction) -> float:
-        """Time of one instruction on a rank of normal speed, without waiting."""
+        """Time of one instruction on a rank of normal speed, without waiting, and `reduce_replicas`."""
         stage = instruction.stage
         match instruction.op:
             case Op.F:
@@ -170,6 +172,11 @@ def instruction_seconds(program: Program, costs: Costs) -> Array:
     if costs.slowdown:
         compute = columns.rows_of(op_mask(RUNS_KERNELS))
         found[compute] *= np.array(costs.slowdown)[columns.rank[compute]]
+    if costs.reduce_replicas:
+        rows = columns.rows_of(op_mask({Op.REDUCE_SCATTER}))[::-1]
+        places = columns.rank[rows] * program.stages + columns.stage[rows]
+        rows = rows[np.unique(places, return_index=True)[1]]  # the last ones
+        found[rows] += np.array(costs.reduce_replicas)[columns.stage[rows]]
     for kind, source, target in ((IS_SEND, columns.rank, columns.peer), (IS_RECEIVE, columns.peer, columns.rank)):
         rows = columns.rows_of(kind)
         found[rows] = hops(costs, source[rows], target[rows])

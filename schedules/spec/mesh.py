@@ -14,6 +14,9 @@ from pentad.schedules.simulate.timeline import Span, Timeline
 
 Axis = Literal["dp", "pp", "cp", "tp", "ep"]
 ORDER: tuple[Axis, ...] = ("pp", "dp", "ep", "cp", "tp")  # outermost first: tp ranks are adjacent
+# Along which ranks hold the same parameters, and the same experts.
+DENSE_AXES: tuple[Axis, ...] = ("dp", "cp", "ep")
+EXPERT_AXES: tuple[Axis, ...] = ("dp", "cp")
 LAYER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")  # of ranks that share layers
 
 
@@ -117,6 +120,11 @@ def numbered(names: Iterable[Hashable]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def are_on_one_host(mesh: Mesh, axes: tuple[Axis, ...], hosts: tuple[int, ...]) -> bool:
-    """Whether every group of ranks along these axes is on one of the `hosts`, by rank; empty: all are on one."""
-    return not hosts or all(len({hosts[other] for other in mesh.group(axes, rank)}) == 1 for rank in range(mesh.size))
+def are_on_one_host(mesh: Mesh, axes: tuple[Axis, ...], hosts: tuple[int, ...], size: int = 0) -> bool:
+    """Whether every group of ranks along these axes, or of `size` consecutive ones of them, is on one of the `hosts`,
+    by rank; empty: all are on one."""
+    if not hosts:
+        return True
+    groups, size = {mesh.group(axes, rank) for rank in range(mesh.size)}, size or mesh.size
+    parts = (group[first : first + size] for group in groups for first in range(0, len(group), size))
+    return all(len({hosts[rank] for rank in part}) == 1 for part in parts)

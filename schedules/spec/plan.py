@@ -17,13 +17,12 @@ from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpMethod
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalSpec
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
-from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh, are_on_one_host
+from pentad.schedules.spec.mesh import DENSE_AXES, EXPERT_AXES, Axis, Coordinates, Mesh, are_on_one_host
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec, SpikeSpec
-from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, Tensor, gathered_in_8_bits
+from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, Tensor, gathered_in_8_bits, layers_of_sizes
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
-TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
 
 
 class ParamShard(NamedTuple):
@@ -36,6 +35,9 @@ class ParamShard(NamedTuple):
     experts: bool = False
     ep: int = 0
     frozen: bool = False
+
+
+ShardPart = tuple[ParamShard, int]  # and which of the parts that ZeRO cuts its state into
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,15 @@ class Plan:
     `offload_slots[stage]` the bytes that one needs in host memory, and on the device for what stays of a tensor that is
     cut. With `host_optimizer` master weights and optimizer state are in host memory. `zero` is the ZeRO stage (arXiv
     1910.02054): from 1 on the holders of a stage shard its master weights and optimizer state, from 2 on its gradients,
-    with 3 its compute weights. With `bf16_reduce` gradients are reduced in bfloat16, with sums in float32. `cp_method`
-    is how context ranks attend to each other's tokens. Expert ranks send each other tokens in so many `expert_slots`;
-    with 0 a GPU gets all tokens. Tensor ranks share a node unless `tp_across_nodes`. Steps that are `spikes` change no
-    weight (None: only those with a norm that is not finite). With `lora` the model is frozen, and its adapters are the
-    parameters. `fp8` says which products are in 8 bits (None: none). `gpu` names the GPU whose figures the plan is made
-    with ('': unknown), and `rates` are those of its costs (None: what is assumed of that GPU). The state of each rank
-    is copied into the memory of another one every `replicate_every` steps, 0: never. The end of a node is announced by
-    the file or URL `notice`. In `profile_steps` ranks run torch's profiler.
+    with 3 its compute weights: all of them, or each group of `zero_shards` of them (arXiv 2205.00119). With
+    `bf16_reduce` gradients are reduced in bfloat16, with sums in float32. `cp_method` is how context ranks attend to
+    each other's tokens. Expert ranks send each other tokens in so many `expert_slots`; with 0 a GPU gets all tokens.
+    Tensor ranks share a node unless `tp_across_nodes`. Steps that are `spikes` change no weight (None: only those with
+    a norm that is not finite). With `lora` the model is frozen, and its adapters are the parameters. `fp8` says which
+    products are in 8 bits (None: none). `gpu` names the GPU whose figures the plan is made with ('': unknown), and
+    `rates` are those of its costs (None: what is assumed of that GPU). The state of each rank is copied into the memory
+    of another one every `replicate_every` steps, 0: never. The end of a node is announced by the file or URL `notice`.
+    In `profile_steps` ranks run torch's profiler.
     """
 
     name: str
@@ -94,6 +97,7 @@ class Plan:
     offload_slots: tuple[tuple[int, int], ...] = ()
     host_optimizer: bool = False
     zero: int = 0
+    zero_shards: int = 0
     bf16_reduce: bool = False
     cp_method: CpMethod = "ring"
     expert_slots: int = 0
@@ -145,19 +149,19 @@ class Plan:
 
     def transport_along(self, axis: Axis) -> str:
         """What moves data between ranks along an axis: 'gloo', 'nccl', or 'peer' if each of their groups is on one
-        host. 'dp' stands for all holders of the same parameters, between which ZeRO gathers and reduces; without ZeRO
-        they all-reduce, and ranks of data-aware groups along cp and ep exchange what differs from step to step: both
-        by NCCL."""
+        host. 'dp' stands for the holders that ZeRO cuts the same parameters over, which gather and reduce; without ZeRO
+        all reduce, and ranks of data-aware groups along cp and ep exchange what differs from step to step: both by
+        NCCL."""
         if self.transport != "peer":
             return self.transport
-        axes = self.holder_axes if axis == "dp" else (axis,)
         is_copied = self.zero > 0 if axis == "dp" else axis in ("pp", "tp") or not self.batch.capacity
-        return "peer" if is_copied and are_on_one_host(self.mesh, axes, self.hosts) else "nccl"
-
-    @property
-    def holder_axes(self) -> tuple[Axis, ...]:
-        """The axes along which ranks may hold the same parameters: pp too with DualPipe's mirrors."""
-        return ("dp", "ep", "cp", "pp") if len(self.program.holders(0)) > 1 else ("dp", "ep", "cp")
+        groups: tuple[tuple[Axis, ...], ...] = ((axis,),)
+        if axis == "dp":  # of all but experts, and of experts; pp too for DualPipe's mirrors
+            has_mirrors = len(self.program.holders(0)) > 1 and not self.zero_shards
+            groups = ((*DENSE_AXES, "pp"),) if has_mirrors else (DENSE_AXES, EXPERT_AXES)
+        size = self.zero_shards if axis == "dp" else 0
+        on_hosts = all(are_on_one_host(self.mesh, axes, self.hosts, size) for axes in groups)
+        return "peer" if is_copied and on_hosts else "nccl"
 
     def ranks_beside(self, rank: int) -> tuple[int, ...]:
         """The ranks on the host of a rank, itself included, in ascending order."""
@@ -255,7 +259,7 @@ class Plan:
     def num_zero_shards(self, shard: ParamShard) -> int:
         """Equal parts that ZeRO cuts the state of a shard into, in the order of its holders; 1 without ZeRO. Frozen
         weights have no state that its stages 1 and 2 could cut."""
-        return self.num_holders(shard) if self.zero > (2 if shard.frozen else 0) else 1
+        return (self.zero_shards or self.num_holders(shard)) if self.zero > (2 if shard.frozen else 0) else 1
 
     def zero_shard_size(self, shard: ParamShard) -> int:
         """Elements of a ZeRO shard, padding included."""
@@ -294,11 +298,6 @@ def aligned_part(size: int, count: int, alignment: int = ALIGNMENT) -> int:
     return size if count == 1 else -(-size // (count * alignment)) * alignment
 
 
-def num_tiles(tokens: int) -> int:
-    """Tiles in which tensor ranks compute a product of so many tokens: one is reduced while the next is computed."""
-    return max(1, tokens // TILE_TOKENS)
-
-
 def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 0.0) -> tuple[LayerRange, ...]:
     """The layers of each stage, all of one cost, so that the busiest rank does as little as possible.
 
@@ -318,14 +317,6 @@ def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 
     for _ in range(layers - stages):
         sizes[min(range(stages), key=load)] += 1
     return layers_of_sizes(sizes)
-
-
-def layers_of_sizes(sizes: Sequence[int], *, has_ends: bool = True) -> tuple[LayerRange, ...]:
-    """The layers of stages of which stage s has `sizes[s]`; the first `has_ends` the embedding, the last the head."""
-    last, borders = len(sizes) - 1, pairwise(accumulate(sizes, initial=0))
-    return tuple(
-        LayerRange(*each, has_ends and stage == 0, has_ends and stage == last) for stage, each in enumerate(borders)
-    )
 
 
 def split_layers_by_cost(costs: Sequence[float], placement: Sequence[Sequence[int]]) -> tuple[LayerRange, ...]:

@@ -14,10 +14,16 @@ from pentad.schedules.spec.plan import ALIGNMENT, Plan
 # By axis whose ranks exchange rows inside layers: two exchanges in flight, and the next. One where sequences are long:
 # attention takes far longer than an exchange.
 ROW_SLOTS: dict[Axis, int] = {"tp": 3, "cp": 1, "ep": 3}
+TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
 SLOT_TOKENS = 16  # slots are a multiple of this
 CAPACITY = 1.5  # room for so many times the tokens that even routing sends
 LARGEST_SHARE = 0.75  # of the rows that an all-gather sends between hosts: with more, ranks get all tokens instead
 GROWTH = 2  # how many times more room there is after a step that had too little
+
+
+def num_tiles(tokens: int) -> int:
+    """Tiles in which tensor ranks compute a product of so many tokens: one is reduced while the next is computed."""
+    return max(1, tokens // TILE_TOKENS)
 
 
 def row_slots_size(plan: Plan) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, pairwise, product
 from typing import Literal, NamedTuple
 
 from pentad.schedules.spec.mesh import Mesh
@@ -149,6 +149,14 @@ def gathered_in_8_bits(model: ModelSpec, fp8: Fp8Spec | None, layers: LayerRange
         return frozenset()
     found = fp8_matrices(model, fp8, layers.numbers)
     return frozenset(tensor.name for tensor in found if tensor.experts is experts)
+
+
+def layers_of_sizes(sizes: Sequence[int], *, has_ends: bool = True) -> tuple[LayerRange, ...]:
+    """The layers of stages of which stage s has `sizes[s]`; the first `has_ends` the embedding, the last the head."""
+    last, borders = len(sizes) - 1, pairwise(accumulate(sizes, initial=0))
+    return tuple(
+        LayerRange(*each, has_ends and stage == 0, has_ends and stage == last) for stage, each in enumerate(borders)
+    )
 
 
 def head_in_layers(model: ModelSpec, length: int) -> float:

@@ -94,10 +94,31 @@ class ZeroLayout(NamedTuple):
         return begin, max(0, min(size, segment.end - begin))
 
 
+def zero_groups(plan: Plan, shard: ParamShard) -> list[tuple[int, ...]]:
+    """The holders of a parameter shard, in groups over which its state is cut: each alone if it is not cut."""
+    holders, size = plan.holders(shard), plan.num_zero_shards(shard)
+    return [holders[first : first + size] for first in range(0, len(holders), size)]
+
+
+def replica_groups(plan: Plan, shard: ParamShard) -> list[tuple[int, ...]]:
+    """The holders of a parameter shard by the part of its state that they have, in the order of parts."""
+    return list(zip(*zero_groups(plan, shard), strict=True))
+
+
+def zero_group(plan: Plan, shard: ParamShard, rank: int) -> tuple[int, ...]:
+    """The holders that have the parts of one copy of the state of a parameter shard, of which a rank has one."""
+    return next(group for group in zero_groups(plan, shard) if rank in group)
+
+
+def replicas(plan: Plan, shard: ParamShard, rank: int) -> tuple[int, ...]:
+    """The holders that have the same part of the state of a parameter shard as a rank."""
+    return next(group for group in replica_groups(plan, shard) if rank in group)
+
+
 def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
     """How a parameter shard is cut over its holders."""
     found = first_layout(plan, shard)
-    return found if found.num_shards == 1 else found._replace(shard_index=plan.holders(shard).index(rank))
+    return found if found.num_shards == 1 else found._replace(shard_index=zero_group(plan, shard, rank).index(rank))
 
 
 def first_layout(plan: Plan, shard: ParamShard) -> ZeroLayout:
@@ -113,18 +134,19 @@ def pool_sizes(
     mirrors: int = 1,
     fp8: Fp8Spec | None = None,
     itemsize: int = 2,
+    shards: int = 0,
 ) -> tuple[tuple[int, ...], ...]:
     """The sizes of a Program whose units have these layers, each on this many ranks of a pipeline: the padded elements
     of a unit's parameter shards, of all but experts and of experts, and of the frozen ones of both. If some are
     gathered in 8 bits, trained weights count as the elements of `itemsize` bytes that they take, and their gradients
-    follow."""
+    follow. `shards` are the plan's `zero_shards`."""
 
     def layout(unit: LayerRange, *, experts: bool, frozen: bool = False) -> ZeroLayout:
         found = shard_tensors(model, lora, unit, experts=experts, frozen=frozen)
-        holders = mirrors * mesh.dp * mesh.cp * (1 if experts else mesh.ep)
-        names = gathered_in_8_bits(model, fp8, unit, experts=experts) if holders > 1 else ()
+        count = shards or mirrors * mesh.dp * mesh.cp * (1 if experts else mesh.ep)
+        names = gathered_in_8_bits(model, fp8, unit, experts=experts) if count > 1 else ()
         narrow = shard_size(tuple(each for each in found if each.name in names), mesh)
-        return ZeroLayout(shard_size(found, mesh), holders, in_8_bits=narrow)
+        return ZeroLayout(shard_size(found, mesh), count, in_8_bits=narrow)
 
     trained = [[layout(unit, experts=experts) for unit in layers] for experts in (False, True)]
     by_kind = [[each.gathered_size(itemsize) for each in kind] for kind in trained]

@@ -20,7 +20,7 @@ SMALL = (
 @lru_cache(128)
 def planned(schedule: str, mesh: tuple[str, ...]) -> tuple[RunConfig, Plan]:
     count = 8 if "mesh.pp=4" in mesh else 4
-    replicas = 2 if "mesh.dp=2" in mesh or "mesh.ep=2" in mesh else 1
+    replicas = 4 if "mesh.dp=4" in mesh else 2 if "mesh.dp=2" in mesh or "mesh.ep=2" in mesh else 1
     batch = f"schedule.microbatches={count}", f"batch.global_batch_size={count * replicas}"
     chunks = ("schedule.chunks=2",) if schedule == "interleaved" else ()
     config = load(None, [f"schedule.name={schedule}", *batch, *chunks, *SMALL, *mesh])

@@ -18,6 +18,7 @@ from chaos_world import Signal
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, Op
 from pentad.schedules.spec.mesh import Coordinates
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.zero_layout import zero_group
 from pentad.workers.checkpoint.checkpoint import open_checked, read_manifest, unreadable
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.checkpoint.storage import storage_errors, storage_of
@@ -152,8 +153,8 @@ def parts_of(plan: Plan, rank: int) -> tuple[tuple[ParamShard, int, int], ...]:
     """The parts of parameter shards that a rank holds: (shard, index, count)."""
     found = []
     for shard in plan.param_shards_of(rank):
-        count = plan.num_zero_shards(shard)
-        found.append((shard, plan.holders(shard).index(rank) if count > 1 else 0, count))
+        group = zero_group(plan, shard, rank)
+        found.append((shard, group.index(rank), len(group)))
     return tuple(found)
 
 
@@ -208,7 +209,7 @@ def write_state(
 def _name_of(plan: Plan, rank: int, part: tuple[ParamShard, int, int], *, whole: bool) -> str:
     """As a checkpoint has it. Replicas write equal parts, or one of them the `whole`."""
     shard, index, count = part
-    if count == 1 and not whole:
+    if not whole:
         holders = plan.holders(shard)
         index, count = holders.index(rank), len(holders)
     return f"{shard.stage}.{shard.tp}.{int(shard.experts)}.{shard.ep}.{index}of{count}"

@@ -43,6 +43,7 @@ from pentad.orchestrator.recovery import fence
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.zero_layout import replica_groups
 from pentad.workers.checkpoint.checkpoint import complete_folders, open_checkpoint
 from pentad.workers.replication.parts import CopyKey
 
@@ -204,7 +205,7 @@ class Simulation:
             versions.clear()  # nobody has the results of the steps that the former driver has not recorded
         for version in versions:
             current = {rank for rank, runner in runners.items() if runner.version == version}
-            if all(len(current & {*plan.holders(s)}) >= plan.num_zero_shards(s) for s in plan.param_shards):
+            if all(current.intersection(each) for s in plan.param_shards for each in replica_groups(plan, s)):
                 newest = max(newest, version)
         if "late message" not in self.kinds:  # its answer may be too late
             held = {str(p.pid): p.worker.copies.held() for p in living.values()}

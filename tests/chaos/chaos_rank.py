@@ -30,7 +30,8 @@ from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Op
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.batch import batch_of
-from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.plan import ParamShard, Plan, ShardPart
+from pentad.schedules.spec.zero_layout import replicas
 from pentad.workers.abort import Aborted, Fence
 from pentad.workers.checkpoint.checkpoint import Unreadable
 from pentad.workers.checkpoint.checksums import Damaged
@@ -152,21 +153,19 @@ class SimRunner:
             self.evaluations.pop()
         self.simulation.check_state(self)
 
-    def receive(self, sources: dict[ParamShard, int], step: int) -> Generator[Any, None, None]:
+    def receive(self, sources: dict[ShardPart, int], step: int) -> Generator[Any, None, None]:
         self.simulation.reached("restoring", self.process)
         assert self.fabric is not None
         current, self.version = self.version, self.version if self.version == step else -1
         with self.fence_flag.guard():
-            for shard in sorted(s for s in sources if s in {part[0] for part in self.parts}):
-                meeting = self.fabric.meeting(-1, ("receive", shard), self.plan.holders(shard))
-                own = {part: its for part, its in self.state.items() if part[0] == shard}
-                if sources[shard] == self.rank:
+            for part in sorted(part for part in self.parts if part[:2] in sources):
+                shard, source = part[0], sources[part[:2]]
+                meeting = self.fabric.meeting(-1, ("receive", *part), replicas(self.plan, shard, self.rank))
+                if source == self.rank:
                     assert current == step, "a rank that is not current was named as a source"
-                self.fabric.come(meeting, self.rank, value=tuple(own.values()))
+                self.fabric.come(meeting, self.rank, value=self.state[part])
                 yield from self.fabric.wait(meeting)
-                (state,) = set(meeting.brought[sources[shard]])
-                for part in own:
-                    self.state[part] = state
+                self.state[part] = meeting.brought[source]
         self.version = step
         self.simulation.check_state(self)
 

@@ -92,6 +92,14 @@ def test_a_rank_finds_a_byte_that_flipped_and_all_go_back_to_the_checkpoint_befo
     assert (played.damaged, played.refused) == (1, 1)
 
 
+@pytest.mark.parametrize("number", [6, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_shards_with_replicas_keep_the_promises(number: int, memory: Path, current: list[Simulation]) -> None:
+    """Of which one is that no step is lost whose parts are all on living ranks."""
+    mesh, nodes = ("mesh.dp=4", "mesh.pp=2", "zero.stage=2", "zero.shards=2"), tuple(f"node{r // 2}" for r in range(8))
+    scenarios = (replace(each, mesh=mesh, nodes=nodes) for each in with_a("kill", number))
+    play_all(scenarios, memory, current)
+
+
 def test_meshes_shrink_and_grow_through_memory_between_other_faults(memory: Path, current: list[Simulation]) -> None:
     """Some of which happen meanwhile."""
     played = play_all(map(scenario, (147, 337, 415, 1009)), memory, current)

@@ -16,6 +16,7 @@ from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU), two_gpus]
+UNITS = {"unit_layers": 2}
 ZERO_OVER_STAGES = (0, 0, 1, 1)  # replicas of a stage on one host: ranks of a stage are adjacent
 
 
@@ -42,6 +43,10 @@ def plan_on_hosts(
         ("dualpipe", {"pp": 2, "ep": 2}, "ep", None, {"model": MOE}),
         *(
             ("1f1b", {"dp": 2, "pp": 2}, "dp", ZERO_OVER_STAGES, {"memory_options": MemoryOptions(zero=zero)})
+            for zero in (1, 2, 3)
+        ),
+        *(
+            ("1f1b", {"dp": 4}, "dp", None, {"memory_options": MemoryOptions(zero=zero), "zero_shards": 2, **UNITS})
             for zero in (1, 2, 3)
         ),
     ],

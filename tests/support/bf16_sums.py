@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.zero_layout import replica_groups, zero_groups
 
 
 class Reduced(NamedTuple):
@@ -49,17 +50,20 @@ def sum_of_reductions(terms_by_holder: Sequence[Sequence[torch.Tensor]], like: t
 
 def assert_sums_of_rounded_terms(plan: Plan, reductions: Sequence[Sequence[Reduced]]) -> None:
     """That every shard of every step has the bits of the sum in the order of ranks, of `reductions` by rank and step;
-    without ZeRO rounded once more."""
+    with replicas, or without ZeRO, of the rounded sums of each group, rounded once more."""
     checked = 0
     for step, shard in product(range(len(reductions[0])), plan.param_shards):
-        holders = plan.holders(shard)
-        if len(holders) == 1:
+        if plan.num_holders(shard) == 1:
             continue
-        of_holders = [reductions[rank][step] for rank in holders]
-        for index, found in enumerate(of_holders):
-            expected = sum_of_reductions([each.terms[shard] for each in of_holders], found.sums[shard])
-            expected = expected.view(len(holders), -1)[index] if plan.zero else rounded(expected).to(expected.dtype)
-            assert torch.equal(found.sums[shard], expected), f"step {step}: {shard} on rank {holders[index]}"
+        by_group = []
+        for group in zero_groups(plan, shard):
+            its = [reductions[rank][step] for rank in group]
+            total = sum_of_reductions([each.terms[shard] for each in its], its[0].sums[shard])
+            by_group.append(total.view(len(group), -1))
+        for ranks, parts in zip(replica_groups(plan, shard), zip(*by_group, strict=True), strict=True):
+            expected = parts[0] if len(parts) == 1 else rounded(bf16_sum(parts)).to(parts[0].dtype)
+            for rank in ranks:
+                assert torch.equal(reductions[rank][step].sums[shard], expected), f"step {step}: {shard} on rank {rank}"
             checked += int(expected.count_nonzero())
     assert checked > 0
 

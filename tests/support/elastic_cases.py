@@ -23,6 +23,7 @@ LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # only dualpipe's 
 SCHEDULES = {"1f1b": SQUARE, "zb-h2": SQUARE, "dualpipe": LINE}
 PAIR = ("mesh.pp=2", "schedule.microbatches=4")
 CUT = (*SQUARE, "zero.stage=3")  # replicas hold different shards, so no state is redundant
+GROUPS = ("mesh.dp=4", "mesh.pp=1", "schedule.microbatches=2", "zero.stage=3", "zero.shards=2")  # and these do again
 TENSOR = ("mesh.dp=2", "mesh.pp=1", "mesh.tp=2", "schedule.microbatches=4")
 EXPERTS = (
     *("mesh.dp=2", "mesh.pp=1", "mesh.ep=2", "schedule.microbatches=2", "model.family=mixtral"),

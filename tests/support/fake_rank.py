@@ -116,7 +116,7 @@ class Rank:
             raise Blocked
         assert all(members[source].version == step for source in sources.values()), "a source without the state"
         if self.version != step:
-            assert set(self.plan.param_shards_of(self.number)) <= set(sources)
+            assert set(self.plan.param_shards_of(self.number)) <= {shard for shard, _ in sources}
         self.version = step
 
     def run(self, first: int, count: int, more: bool, skipped_batches: tuple = ()) -> list[StepResult]:

@@ -20,6 +20,7 @@ from pool import Pool, send
 from pentad.kernels.optimizer.param_remainders import SplitFloat32
 from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.zero_layout import replicas
 from pentad.workers.runtime.results import Evaluation
 
 # First step, number of steps, whether more calls follow; or an evaluation after this many steps.
@@ -126,12 +127,12 @@ class Fleet:
 
 
 def _serve(end: Connection, *_: object) -> None:
-    from pentad.schedules.spec import plan
+    from pentad.schedules.spec import row_slots
     from pentad.workers.params import host_state, muon
 
     torch.set_num_threads(1)
     faulthandler.enable()
-    plan.TILE_TOKENS = TILE
+    row_slots.TILE_TOKENS = TILE
     muon.ROUND_ELEMENTS = 512  # small models then have several rounds
     host_state.PIECE_ELEMENTS = 512  # and several pieces
     while True:
@@ -169,9 +170,7 @@ def _run(
     gradients: list[dict[str, torch.Tensor]] = []
     real_step, real_sum = optimizer.step, optimizer.square_sum
     sums = 0  # calls of square_sum so far
-    sums_per_step = sum(
-        plan.num_zero_shards(share) > 1 or plan.owner(share) == rank for share in plan.param_shards_of(rank)
-    )
+    sums_per_step = sum(replicas(plan, share, rank)[0] == rank for share in plan.param_shards_of(rank))
 
     def recording_step(parameters, spec, number, scale, directions=None):
         while len(gradients) <= number - calls[0][0]:

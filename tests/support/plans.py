@@ -65,6 +65,7 @@ def plan_of(
     host_optimizer: bool = False,
     logit_rows: int = 0,
     fp8: Fp8Spec | None = None,
+    zero_shards: int = 0,
 ) -> Plan:
     """On CPU ranks, two sequences of 8 tokens a microbatch. `document_mask` needs a path; `offload` is a share."""
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
@@ -72,13 +73,14 @@ def plan_of(
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
     mesh, units = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep), units or memory_options.units
     fractions = tuple(offload if each.numbers else 0.0 for each in layers) if offload else ()
-    gathered = fp8 if memory_options.zero == 3 else None, DTYPES[dtype].itemsize
+    gathered = fp8 if memory_options.zero == 3 else None, DTYPES[dtype].itemsize, zero_shards
     sizes = pool_sizes(model, lora, layers, mesh, len(order.holders(0)), *gathered)
     memory_options = memory_options._replace(sizes=sizes, units=units, recompute=recomputed, max_resident=max_resident)
     fitted = memory_options._replace(offload=frozenset(np.flatnonzero(fractions).tolist()), logits_in_w=logit_rows > 0)
     given: dict[str, Any] = {"memory_options": fitted, "order": order, "replicas": dp * cp * ep}
     kept: dict[str, Any] = {"host_optimizer": host_optimizer, "cp_method": cp_method, "lora": lora, "fp8": fp8}
     kept |= {"recompute_fraction": recompute_fraction, "logit_rows": logit_rows, "offload": fractions}
+    kept |= {"zero": memory_options.zero, "zero_shards": zero_shards}
     return Plan(
         name="exact",
         mesh=mesh,
@@ -93,7 +95,6 @@ def plan_of(
         device="cpu",
         transport="gloo",
         recompute=tuple(recompute if each.numbers else "none" for each in layers) if recomputed else (),
-        zero=memory_options.zero,
         **kept,
     )
 

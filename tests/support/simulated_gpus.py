@@ -126,6 +126,24 @@ class SimulatedMemory:
         pass
 
 
+class SimulatedAllReduce:
+    """NCCL's of each group of ranks, which ends on none before it has begun on all; the k-th on one rank is the k-th on
+    every other one."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes, self.counts = lanes, Counter[tuple[int, tuple[int, ...]]]()
+        self.brought: dict[tuple[int, tuple[int, ...]], dict[int, torch.Tensor]] = defaultdict(dict)
+
+    def __call__(self, values: torch.Tensor, group: tuple[int, ...], *, bf16: bool) -> list[Any]:
+        rank = self.lanes.current[0]
+        self.counts[rank, group] += 1
+        brought = self.brought[self.counts[rank, group], group]
+        self.lanes.enqueue(lambda: brought.update({rank: values.clone()}))
+        terms = map(brought.__getitem__, group)
+        self.lanes.enqueue(lambda: values.copy_(sum(terms, start=torch.zeros(()))), lambda: len(brought) == len(group))
+        return []
+
+
 def run_in_some_order(lanes: Lanes, hosts: Iterable[Iterator[Condition]], random: Random) -> None:
     """Runs hosts, which yield the condition that they wait for, and lanes until all are done; fails if none can go
     on. Some go on as long as they can while others stand still."""

@@ -22,6 +22,7 @@ from fleet import state_by_name
 from gpus import RANKS_A_GPU, gpu_of
 from pool import process_context, send
 
+from pentad.orchestrator.recovery.fence import sources
 from pentad.orchestrator.run.measure import mean_loss
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.abort import Aborted
@@ -181,9 +182,7 @@ def recover(workers: list[WorkerProcess], lost: list[int], plan: Plan, generatio
         workers[rank].stop()
         workers[rank] = WorkerProcess()
     start_generation(workers, plan, generation)
-    holders = {share: plan.holders(share) for share in plan.param_shards}
-    sources = {s: next(r for r in ranks if r in current) for s, ranks in holders.items() if set(ranks) - set(current)}
-    call_all(workers, "receive", sources, version)
+    call_all(workers, "receive", sources(plan, current), version)
     return version, snapshots
 
 

@@ -101,7 +101,7 @@ def _stage(plan: Plan, device: torch.device, pair: Pair | None) -> Iterator[Base
     store = dist.PrefixStore(f"layers-{len(plan.layers[0].numbers)}", pair.store)
     layers = LayerGroups(TensorParallelGroup(pair.group, PAIR, rank), ContextParallelGroup(), ExpertParallelGroup())
     flags = rank_setup.make_flags(plan, rank, store, 0)
-    alone = ProcessGroups(rank, {}, {}, {}, {}, None, layers, None)
+    alone = ProcessGroups(rank, {}, {}, {}, {}, {}, {}, None, layers, None)
     groups = rank_setup.with_peer_rows(plan, alone, store, device, flags)
     stage.join(groups.layers)
     yield stage

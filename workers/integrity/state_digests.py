@@ -18,7 +18,7 @@ def state_digests(weights: Iterable[WeightShard]) -> dict[str, torch.Tensor]:
     """Digests of master weights, optimizer state and routing biases, of the weights in the dtype of compute, and of
     those that LoRA freezes, tensor by tensor.
 
-    A ZeRO shard has a name of its own, with its elements: no other rank holds the same.
+    The name of a ZeRO shard has its elements: only its replicas, if there are any, hold the same.
     """
     return {name: digest(values) for each in weights for name, values in _named(each)}
 

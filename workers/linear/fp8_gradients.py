@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.zero_layout import replicas
 from pentad.workers.linear.fp8_sample import GradientSums
 from pentad.workers.params.param_buffers import ParamBuffers
 
@@ -46,7 +47,7 @@ class KeptGradients:
         """The parts of gradients that no other rank counts, as in the gradient norm, with the names of the weights."""
         for shard, buffers in self.buffers.items():
             parameters = buffers.parameters
-            if parameters.layout.num_shards == 1 and self.plan.owner(shard) != self.rank:
+            if replicas(self.plan, shard, self.rank)[0] != self.rank:
                 continue
             for local, index, _ in parameters.shard_spans():
                 for counted in buffers.replicated.counted:

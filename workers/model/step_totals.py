@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.zero_layout import replicas
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.expert_parallel import ExpertSlots
 from pentad.workers.params import optimizer
@@ -27,6 +28,7 @@ class StepTotals:
         self.plan, self.stages, self.at, self.rank = plan, stages, plan.mesh.coordinates(rank), rank
         *first, self.num_squares = accumulate(map(plan.num_zero_shards, plan.param_shards), initial=0)
         self.first_square = dict(zip(plan.param_shards, first, strict=True))
+        self.counted = {shard for shard in plan.param_shards_of(rank) if replicas(plan, shard, rank)[0] == rank}
         batch, self.num_sources = plan.batch, len(plan.data.sources)
         self.loss_shape = (batch.replicas, batch.microbatches, batch.micro_batch_size, plan.mesh.cp)
         self.counts = plan.owner(ParamShard(plan.program.stages - 1)) == rank
@@ -43,17 +45,17 @@ class StepTotals:
         self.own_counts = counts
 
     def fill(self) -> torch.Tensor:
-        """This rank's entries, zeros elsewhere. The owner of an unsharded parameter shard contributes its square."""
+        """This rank's entries, zeros elsewhere. The first of the replicas of a shard contributes its square."""
         self.values.zero_()
         at = self.at
         for param_shard in self.plan.param_shards_of(self.rank):
             stage = self.stages[param_shard.stage]
             buffers = stage.param_buffers[param_shard.experts]
             buffers.replicated.reduce(stage.layer_context.tp.group)
-            layout = buffers.parameters.layout
-            if layout.num_shards > 1 or self.plan.owner(param_shard) == self.rank:
+            if param_shard in self.counted:
                 square = optimizer.square_sum(buffers.parameters, buffers.replicated.counted)
-                self.values[self.first_square[param_shard] + layout.shard_index] = square
+                at_part = self.first_square[param_shard] + buffers.parameters.layout.shard_index
+                self.values[at_part] = square
         replica = at.dp * self.plan.mesh.ep + at.ep
         for stage in self.stages.values() if at.tp == 0 else ():
             self._squared_lse(self.values)[replica, at.cp, at.pp] += stage.squared_lse

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain, product
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Op, instructions_of
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.zero_layout import replica_groups, zero_groups
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup, ExpertSlots
 from pentad.workers.parallel.point_to_point import batching
@@ -60,7 +62,8 @@ class ProcessGroups:
 
     `channels[kind, source, target]` carries the transfers of one direction between two ranks (gloo has one group for
     all and distinguishes them by tag; peer copies need none). `gradients[stage]` are the holders of a stage and of its
-    experts, if it has any; `weights` are the holders of what ZeRO gathers, with communicators of their own, as
+    experts, if it has any; `zero` are those that ZeRO cuts their state over together with this rank, and `replicas`
+    those that have the same part of it. `weights` are those that ZeRO gathers from, with communicators of their own, as
     all-gathers run beside reductions (peer copies need none). `matrices[stage]` are the ranks that hold parts of the
     same matrices, for Muon. `world` is all ranks of the mesh, `tied` the holders of the embedding where the head shares
     it.
@@ -69,6 +72,8 @@ class ProcessGroups:
     rank: int
     channels: dict[Channel, dist.ProcessGroup | None]
     gradients: GroupsByStage
+    zero: GroupsByStage
+    replicas: GroupsByStage
     weights: dict[ParamShard, dist.ProcessGroup]
     matrices: GroupsByStage
     world: dist.ProcessGroup | None
@@ -110,13 +115,17 @@ def connect(
     )
     world = _connected_group(tuple(range(plan.mesh.size))) if plan.mesh.size > 1 else None
     channels = _channels(plan, rank, world, device)
-    exchanges = plan.bf16_reduce and plan.transport_along("dp") != "peer"
-    gradients = _groups_by_stage(plan, rank, plan.holders, exchanges=exchanges)
-    weights = _weight_groups(plan, rank) if plan.transport_along("dp") != "peer" else {}
-    matrices = _groups_by_stage(plan, rank, plan.tp_holders) if plan.optimizer.name == "muon" else {}
+    is_copied = plan.transport_along("dp") == "peer"
+    gradients = _groups_by_stage(
+        plan, rank, _alone(plan.holders), exchanges=plan.bf16_reduce and not is_copied and not plan.zero_shards
+    )
+    zero, replicas = _zero_groups(plan, rank, gradients, exchanges=plan.bf16_reduce and not is_copied)
+    weights = {} if is_copied else _weight_groups(plan, rank)
+    matrices = _groups_by_stage(plan, rank, _alone(plan.tp_holders)) if plan.optimizer.name == "muon" else {}
     tied = [_connected_group(ranks) for ranks in _embedding_ranks(plan)]
     tied_group = tied[plan.mesh.coordinates(rank).tp] if tied else None
-    return ProcessGroups(rank, channels, gradients, weights, matrices, world, _layer_groups(plan, rank), tied_group)
+    reduced = gradients, zero, replicas
+    return ProcessGroups(rank, channels, *reduced, weights, matrices, world, _layer_groups(plan, rank), tied_group)
 
 
 def first_stage_ranks(mesh: Mesh) -> list[int]:
@@ -182,27 +191,43 @@ def _channels(
     return channels
 
 
+def _alone(ranks_of: Callable[[ParamShard], tuple[int, ...]]) -> Callable[[ParamShard], list[tuple[int, ...]]]:
+    return lambda shard: [ranks_of(shard)]
+
+
 def _groups_by_stage(
-    plan: Plan, rank: int, ranks_of: Callable[[ParamShard], tuple[int, ...]], *, exchanges: bool = False
+    plan: Plan, rank: int, groups_of: Callable[[ParamShard], list[tuple[int, ...]]], *, exchanges: bool = False
 ) -> GroupsByStage:
-    """New groups of the ranks of each parameter shard of this rank's stages; for `exchanges` all pairs are
-    connected."""
-    made = _new_groups(map(ranks_of, plan.param_shards))
+    """New groups of ranks for each parameter shard; of those of this rank's stages the ones with this rank. For
+    `exchanges` all pairs are connected."""
+    made = _new_groups(chain.from_iterable(map(groups_of, plan.param_shards)))
     for ranks, group in made.items() if exchanges else ():
         if rank in ranks:
             _connected_pairs(group, plan)
     found: GroupsByStage = {stage: [] for stage in plan.stages_of(rank)}
     for shard in plan.param_shards_of(rank):
-        found[shard.stage].append(made.get(ranks_of(shard)))
+        found[shard.stage].append(made.get(next(ranks for ranks in groups_of(shard) if rank in ranks)))
     return found
+
+
+def _zero_groups(
+    plan: Plan, rank: int, gradients: GroupsByStage, *, exchanges: bool
+) -> tuple[GroupsByStage, GroupsByStage]:
+    """`zero` and `replicas` of ProcessGroups. Between replicas terms in bfloat16 are always exchanged."""
+    if plan.zero_shards:
+        zero = _groups_by_stage(plan, rank, partial(zero_groups, plan), exchanges=exchanges)
+        return zero, _groups_by_stage(plan, rank, partial(replica_groups, plan), exchanges=plan.bf16_reduce)
+    alone: GroupsByStage = {stage: [None] * len(groups) for stage, groups in gradients.items()}
+    return (gradients, alone) if plan.zero else (alone, gradients)
 
 
 def _weight_groups(plan: Plan, rank: int) -> dict[ParamShard, dist.ProcessGroup]:
     """New groups of the ranks that ZeRO cuts each shard of this rank's weights over."""
     held = chain.from_iterable((*plan.param_shards_of(of), *plan.frozen_shards_of(of)) for of in range(plan.mesh.size))
     cut = [shard for shard in dict.fromkeys(held) if plan.num_zero_shards(shard) > 1]
-    made = _new_groups(map(plan.holders, cut))
-    return {shard: made[ranks] for shard in cut if rank in (ranks := plan.holders(shard))}
+    groups = {shard: zero_groups(plan, shard) for shard in cut}
+    made = _new_groups(chain.from_iterable(groups.values()))
+    return {shard: made[ranks] for shard in cut for ranks in groups[shard] if rank in ranks}
 
 
 def _embedding_ranks(plan: Plan) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pentad.schedules.spec.plan import num_tiles
+from pentad.schedules.spec.row_slots import num_tiles
 from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, reduce_scatter
 from pentad.workers.parallel.row_exchange import RowGroup
 

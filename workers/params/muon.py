@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pentad.kernels.optimizer.newton_schulz import newton_schulz
 from pentad.schedules.spec.optimizer import ROUND_ELEMENTS
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.schedules.spec.zero_layout import ZeroLayout, zero_layout
+from pentad.schedules.spec.zero_layout import ZeroLayout, zero_group, zero_layout
 from pentad.workers.params.local_tensor import LocalMatrix, local_matrices, local_tensors
 from pentad.workers.params.update_layout import spans
 from pentad.workers.rank_waits import rank_waits
@@ -73,7 +73,7 @@ class MuonExchange:
     """Orthogonalizes the directions of one parameter shard, together with all ranks of its `group`."""
 
     def __init__(self, plan: Plan, rank: int, shard: ParamShard, group: dist.ProcessGroup | None) -> None:
-        self.mesh, self.group = plan.mesh, group
+        self.plan, self.shard, self.group = plan, shard, group
         self.matrices = [_muon_matrices(plan, shard._replace(tp=tp)) for tp in range(plan.mesh.tp)]
         self.members = [_member(plan, shard, each) for each in plan.tp_holders(shard)]
         self.me = next(member for member in self.members if member.rank == rank)
@@ -124,15 +124,14 @@ class MuonExchange:
         return [span for _, span in member.layout.overlap(matrix.start, matrix.end)]
 
     def _senders(self, number: int, owner: Member) -> set[int]:
-        """The ranks whose pieces make up a matrix on its owner: all ZeRO shards of one tp rank for each distinct block;
-        without ZeRO those of the owner's replica."""
+        """The ranks whose pieces make up a matrix on its owner: for each distinct block one tp rank, with all ZeRO
+        shards of the owner's copy."""
         blocks: dict[tuple[tuple[int, int], tuple[int, int]], int] = {}
-        for tp in (owner.tp, *range(self.mesh.tp)):
+        for tp in (owner.tp, *range(self.plan.mesh.tp)):
             matrix = self.matrices[tp][number]
             blocks.setdefault((matrix.own_rows, matrix.own_columns), tp)
-        if owner.layout.num_shards > 1:
-            return {member.rank for member in self.members if member.tp in blocks.values()}
-        return {self.mesh.move(owner.rank, tp=tp) for tp in blocks.values()}
+        ranks = zero_group(self.plan, self.shard._replace(tp=owner.tp), owner.rank)
+        return {self.plan.mesh.move(rank, tp=tp) for rank in ranks for tp in blocks.values()}
 
     def _round(self, owners: dict[int, Member]) -> Round:
         """The exchange of the matrices with these numbers and owners."""

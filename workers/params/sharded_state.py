@@ -38,8 +38,8 @@ def shard_file(plan: Plan, shard: ParamShard, index: int, count: int) -> str:
 
 
 def checkpoint_tensors(parameters: Parameters, shard: ParamShard, index: int, count: int) -> dict[str, torch.Tensor]:
-    """What a rank stores of a parameter shard, by kind and name, as views: its ZeRO shard, or part `index` of `count`
-    equal ones of what it holds; the first part has the router biases.
+    """What a rank stores of a parameter shard, by kind and name, as views: part `index` of `count` equal ones of what
+    it holds.
 
     Tensors replicated over tp are stored by the first rank, tied copies not at all.
     """
@@ -49,11 +49,9 @@ def checkpoint_tensors(parameters: Parameters, shard: ParamShard, index: int, co
         if not local.tensor.tied_to and (shard.tp == 0 or any(split.axis == "tp" for split in local.tensor.splits))
     ]
     result = {}
-    for kind, local, span, values in parts if parameters.layout.num_shards > 1 else _cut(parts, index, count):
+    for kind, local, span, values in _cut(parts, index, count):
         name = piece_name(f"{kind}.{stored_name(local)}", local.shape, span.start, span.stop)
         result[name] = values.view(local.shape) if values.numel() == local.size else values
-    if shard.tp == 0 and index == 0:
-        result |= {f"model.{name}": bias for name, bias in parameters.router_bias.by_name.items()}
     return result
 
 

@@ -266,6 +266,7 @@ class Executor:
                         and reports_load(self.step)
                     ):
                         self.expert_loads.setdefault(self.step, []).append(stage.expert_load.copy())
+                self.shards.sum_replicas()
                 self.optimizer_step.reduce_norm(self.step, self.check)
                 if self.kept is not None:
                     self.gradient_sums[self.step], self.kept = self.kept.compared(), None
@@ -295,6 +296,7 @@ class Executor:
             self.progress.write(self.step, counter, program.number)
             self._run_action(action)
         self.lanes.finish(self.check)
+        self.shards.sum_replicas()
         for stage in self.stages.values():
             stage.complete_gradients()
         self.kept = self.optimizer_step.kept_gradients()
@@ -386,6 +388,7 @@ class Executor:
         self._begin_exchanges(program)
         self.results.clear()
         self.activations.discard()
+        self.shards.unsummed.clear()
         for stage in self.stages.values():
             stage.saved.clear()
             stage.begin(self.step, program.microbatches, self.target_tokens)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.optimizer import PIECE_ELEMENTS
-from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.schedules.spec.zero_layout import zero_layout
+from pentad.schedules.spec.plan import ParamShard, Plan, ShardPart
+from pentad.schedules.spec.zero_layout import replicas, zero_layout
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.shards import read
 from pentad.workers.custom.loader import initial_values
@@ -128,30 +128,36 @@ class RankState:
         """That which goes with a parameter shard."""
         return None if shard.experts else self.histories.get(shard.stage)
 
-    def receive(self, groups: ProcessGroups, sources: Mapping[ParamShard, int]) -> None:
-        """Broadcasts parameter shards from the given ranks of the mesh to their other holders, all of which must take
-        part; with each shard the window of spikes, which is the same everywhere."""
+    def receive(self, groups: ProcessGroups, sources: Mapping[ShardPart, int]) -> None:
+        """Broadcasts these parts of parameter shards from the given ranks of the mesh to the others that
+        hold them, all of which must take part; with each the window of spikes, which is the same everywhere."""
         window = [] if self.spikes is None else [self.spikes.window.to(self.device)]
         for param_shard, parameters in sorted(self.parameters.items()):  # DualPipe's mirror ranks have another order
-            if param_shard in sources:
+            part = param_shard, parameters.layout.shard_index
+            if part in sources:
                 history = self._history_of(param_shard)
                 for tensor in (*parameters.state_tensors(), *window, *([] if history is None else [history.values])):
-                    group = groups.gradients[param_shard.stage][param_shard.experts]
-                    _broadcast(tensor, self.device, sources[param_shard], group)
+                    group = groups.replicas[param_shard.stage][param_shard.experts]
+                    _broadcast(tensor, self.device, sources[part], group)
         if self.spikes is not None:
             self.spikes.window.copy_(window[0])
 
     def files(self, param_shards: Collection[ParamShard] | None = None) -> dict[str, dict[str, torch.Tensor]]:
-        """What this rank writes of a checkpoint, as views of the state, by file and name: its equal part, or all that
-        it holds of the given parameter shards."""
+        """What this rank writes of a checkpoint, as views of the state, by file and name: its equal part of what it and
+        its replicas hold, or all that it holds of the given parameter shards."""
         found = {}
         for shard, parameters in sorted(self.parameters.items()):
             if param_shards is not None and shard not in param_shards:
                 continue
-            holders = self.plan.holders(shard)
-            is_whole = param_shards is not None and parameters.layout.num_shards == 1
-            index, count = (0, 1) if is_whole else (holders.index(self.rank), len(holders))
-            tensors = checkpoint_tensors(parameters, shard, index, count)
+            if param_shards is None:
+                holders, same = self.plan.holders(shard), replicas(self.plan, shard, self.rank)
+                index, count = holders.index(self.rank), len(holders)
+                tensors = checkpoint_tensors(parameters, shard, same.index(self.rank), len(same))
+            else:
+                index, count = parameters.layout.shard_index, parameters.layout.num_shards
+                tensors = checkpoint_tensors(parameters, shard, 0, 1)
+            if index == 0 and shard.tp == 0:
+                tensors |= {f"model.{name}": bias for name, bias in parameters.router_bias.by_name.items()}
             if self.spikes is not None and shard == ParamShard(stage=0) and index == 0:  # which every checkpoint has
                 tensors[spike_filter.TENSOR] = self.spikes.window
             if index == 0 and shard.tp == 0 and (history := self._history_of(shard)) is not None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
-from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.plan import ParamShard, Plan, ShardPart
 from pentad.workers.abort import AbandonableThread, Fence, SocketRegistry, abandonable
 from pentad.workers.background import awaited, in_background
 from pentad.workers.checkpoint.location import location
@@ -160,7 +160,7 @@ class Runner:
         return self._share(source.key.step, partial(self.reader.read_copy, source))
 
     @abandonable
-    def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
+    def receive(self, sources: Mapping[ShardPart, int], step: int) -> None:
         """Receives the state of `step` steps of each parameter shard from rank `sources[param_shard]` of the mesh. All
         holders of these shards must call it, including those that have the state."""
         if self.state.version != step:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.plan import ParamShard
+from pentad.schedules.spec.plan import ParamShard, ShardPart
+from pentad.schedules.spec.zero_layout import replicas
 from pentad.workers.background import awaited, in_background
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Unreadable, open_checked
 from pentad.workers.checkpoint.checksums import Damaged
@@ -65,7 +66,8 @@ class StateReader:
 
     def _read(self, open_: Callable[[], Checkpoint], *, optimizer: bool = True) -> Problem:
         state, senders = self.state, _senders(self.state)
-        own = [shard for shard in state.parameters if senders.get(shard, state.rank) == state.rank]
+        elsewhere = {shard for (shard, _), rank in senders.items() if rank != state.rank}
+        own = state.parameters.keys() - elsewhere
         try:
             state.read(open_(), optimizer=optimizer, shards=own)
         except (Damaged, Unreadable) as error:
@@ -81,10 +83,14 @@ def share(state: RankState, groups: ProcessGroups, *, has_read: bool) -> bool:
     return True
 
 
-def _senders(state: RankState) -> dict[ParamShard, int]:
-    """The first of the ranks that hold the same shard."""
-    holders = {shard: state.plan.holders(shard) for shard in state.parameters}
-    return {s: its[0] for s, its in holders.items() if len(its) > 1 and state.plan.num_zero_shards(s) == 1}
+def _senders(state: RankState) -> dict[ShardPart, int]:
+    """By what this rank holds, the first of several ranks that hold the same."""
+    found = dict[ShardPart, int]()
+    for shard, parameters in state.parameters.items():
+        first, *others = replicas(state.plan, shard, state.rank)
+        if others:
+            found[shard, parameters.layout.shard_index] = first
+    return found
 
 
 def _all_agree(agrees: bool, world: dist.ProcessGroup | None, device: torch.device) -> bool:

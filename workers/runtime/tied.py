@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.zero_layout import replicas
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.rank_waits import rank_waits
 
@@ -38,7 +39,7 @@ class TiedEmbedding:
             parameters = stages[param_shard.stage].param_buffers[0].parameters
             (copy,) = (each for each in parameters.local_tensors if "embedding" in (each.name, each.tensor.tied_to))
             self.size, self.gradient = math.prod(copy.shape), parameters.gradient
-            contributes = parameters.layout.num_shards > 1 or plan.owner(param_shard) == rank
+            contributes = replicas(plan, param_shard, rank)[0] == rank
             for local, index, span in parameters.shard_spans():
                 if local is copy:
                     self.parts.append(EmbeddingPart(parameters.gradient, index, span, contributes))

@@ -1,13 +1,16 @@
 """ZeRO (arXiv 1910.02054) on one rank: full weights and gradients while they are used, shards otherwise.
 
 Weights are all-gathered, and gradients reduce-scattered, over the holders of a stage: data-parallel replicas and
-DualPipe's mirror ranks alike. The full buffers that stages share (schedules/passes/zero_buffers.py) are allocated once.
+DualPipe's mirror ranks alike; or over groups of them (`Plan.zero_shards`), each of which has all shards. The last
+REDUCE_SCATTER of a step then adds up a shard's gradients over the groups (arXiv 2205.00119, section 3.4). The full
+buffers that stages share (schedules/passes/zero_buffers.py) are allocated once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -15,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction
+from pentad.schedules.passes.optimizer_pass import last_scatters
 from pentad.schedules.passes.zero_buffers import (
     TRAINED_KINDS,
     Pool,
@@ -25,12 +29,12 @@ from pentad.schedules.passes.zero_buffers import (
 )
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.base_stage import BaseStage
-from pentad.workers.parallel.async_ops import Arrival, all_gather, all_reduce_max_
+from pentad.workers.parallel.async_ops import Arrival, ContinuedWork, all_gather, all_reduce_max_
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.fp8_shard import Fp8Shard
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.rank_waits import rank_waits
-from pentad.workers.transport.group_collectives import GroupCollectives
+from pentad.workers.transport.group_collectives import GroupCollectives, all_reduce
 from pentad.workers.transport.peer_collectives import PeerCollectives, gradients_name, weights_name
 
 Collectives = GroupCollectives | PeerCollectives
@@ -49,22 +53,29 @@ class ZeroShards:
         self.weight_pools = [weight_pool(each, pp, sharded) for each in plan.programs]
         held = next(iter(stages.values())).param_buffers[0].parameters
         self.weights = _allocate(self.weight_pools, held.compute)
-        trained = plan.trained_programs if plan.zero > 1 else ()
-        self.gradient_pools = [gradient_pool(each, pp) for each in trained]
+        trained = plan.trained_programs
+        self.gradient_pools = [gradient_pool(each, pp) for each in trained] if plan.zero > 1 else []
         self.gradients = _allocate(self.gradient_pools, held.gradient)
-        self.num_programs = len(plan.trained_programs)
+        self.num_programs = len(trained)
         self.bound_pool: Pool | None = None
         self.in_8_bits: list[tuple[Fp8Shard, Group]] = []  # with the group of their holders
         self.tp_group: Group = None
+        self.last_scatters = [last_scatters(each.streams[pp]) for each in trained]
+        self.replicas: dict[ParamShard, dist.ProcessGroup] = {}
+        self.bf16_reduce, self.sums_in_lane = plan.bf16_reduce, held.gradient.is_cuda
+        self.unsummed: list[Callable[[], list[Arrival]]] = []
         self.begin(0)
 
     def join(self, groups: ProcessGroups) -> None:
-        """Casts weights to 8 bits together with these ranks from now on, in the same order on DualPipe's mirrors."""
-        self.in_8_bits, self.tp_group = [], groups.layers.tp.group
+        """Casts weights to 8 bits, and adds up gradients, together with these ranks from now on, in the same order on
+        DualPipe's mirrors."""
+        self.in_8_bits, self.replicas, self.tp_group = [], {}, groups.layers.tp.group
         for shard, buffers in sorted(chain.from_iterable(self.trained.values()), key=lambda each: each[0]):
             if (narrow := buffers.parameters.in_8_bits) is not None:
                 narrow.is_stale = True
                 self.in_8_bits.append((narrow, groups.gradients[shard.stage][shard.experts]))
+            if (group := groups.replicas[shard.stage][shard.experts]) is not None:
+                self.replicas[shard] = group
 
     def updated(self, collectives: Collectives) -> None:
         """A step is committed, which needs no other rank; weights in 8 bits do, so they are cast in `refresh`."""
@@ -134,18 +145,43 @@ class ZeroShards:
         self.stages[part.stage].bind()
 
     def scatter(self, part: Instruction, collectives: Collectives) -> list[Arrival]:
-        """REDUCE_SCATTER: this rank's shard of the sum of the full gradients, added to that of earlier microbatches."""
+        """REDUCE_SCATTER: this rank's shard of the sum of the full gradients, added to that of earlier microbatches;
+        with the last one of the step, over all replicas of the shard."""
         works = list[Arrival]()
         for shard, buffers in self.trained[part.stage]:
-            sums = buffers.parameters.gradient
+            sums, scattered = buffers.parameters.gradient, list[Arrival]()
             if buffers.shard.layout.num_shards > 1:
                 assert buffers.gradients is not None
                 full, accumulate = buffers.gradients.flat, buffers.has_partial_sum
                 for segment in buffers.shard.layout.segments:
                     given = shard, sums[segment.own], full[segment.full], self.program
-                    works += collectives.reduce_scatter(*given, accumulate=accumulate, first=segment.full.start)
+                    scattered += collectives.reduce_scatter(*given, accumulate=accumulate, first=segment.full.start)
                 buffers.end_partial_sum()
+                if shard in self.replicas and part.key in self.last_scatters[self.program]:
+                    scattered = self._sum_after(scattered, sums, self.replicas[shard])
+            works += scattered
         return works
+
+    def sum_replicas(self) -> None:
+        """NORM, on a CPU: does what no lane has done (see `_sum_after`)."""
+        for work in [work for begin in self.unsummed for work in begin()]:
+            with rank_waits.abandonable():
+                work.wait()
+            if isinstance(work, ContinuedWork):
+                work.follow()
+        self.unsummed.clear()
+
+    def _sum_after(self, scattered: list[Arrival], sums: torch.Tensor, group: dist.ProcessGroup) -> list[Arrival]:
+        """Adds up a shard's sums over its replicas. A GPU's lane does so once they have been `scattered`. A CPU's host
+        would have to wait for that, perhaps for a rank that waits for a transfer from this one, so it does so at NORM,
+        in the same order on all ranks."""
+        begin = partial(all_reduce, sums, group, bf16=self.bf16_reduce)
+        if not self.sums_in_lane:
+            self.unsummed.append(begin)
+            return scattered
+        for work in scattered:
+            work.wait()
+        return begin()
 
     @contextmanager
     def gathered(self, groups: ProcessGroups, stage: int) -> Iterator[None]:
@@ -162,7 +198,7 @@ class ZeroShards:
                 full = _fitted_weights(self.weights[shard.experts + TRAINED_KINDS * shard.frozen], 0, buffer)
                 buffer.set_weights(full)
             # Peer copies have no groups for weights.
-            group = groups.weights.get(shard) or groups.gradients[stage][shard.experts]
+            group = groups.weights.get(shard) or groups.zero[stage][shard.experts]
             with rank_waits.abandonable():
                 for parts, own in _gathers(buffer, full):
                     all_gather(parts, own, group=group)

@@ -11,6 +11,7 @@ import torch
 
 from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.schedules.spec.plan import ALIGNMENT, Plan
+from pentad.schedules.spec.zero_layout import replicas, zero_group
 
 
 def launch_reductions(plan: Plan, rank: int, like: torch.Tensor) -> None:
@@ -18,13 +19,16 @@ def launch_reductions(plan: Plan, rank: int, like: torch.Tensor) -> None:
     has none to load."""
     if not like.is_cuda:
         return
-    holders = {plan.holders(shard) for shard in plan.param_shards_of(rank)}
-    for ranks in sorted(each for each in holders if len(each) > 1):
+    shards, is_copied = plan.param_shards_of(rank), plan.transport_along("dp") == "peer"
+    groups = {
+        (of(plan, shard, rank), is_copied and of is zero_group) for shard in shards for of in (zero_group, replicas)
+    }
+    for ranks, is_read in sorted(each for each in groups if len(each[0]) > 1):
         terms = like.new_zeros(len(ranks), 2 * ALIGNMENT)[:, :ALIGNMENT]
         sent = torch.zeros(terms.shape, dtype=torch.bfloat16 if plan.bf16_reduce else like.dtype, device=like.device)
         sent.copy_(terms)
         terms[0].add_(terms[1]).copy_(sent[0])
-        own = ranks.index(rank) if plan.transport_along("dp") == "peer" else 0
+        own = ranks.index(rank) if is_read else 0
         for out in (terms[0], sent[0]):
             for accumulate in (False, True):
                 add_shards_(out, sent[own], sent[1:], own, accumulate=accumulate)

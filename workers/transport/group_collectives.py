@@ -29,7 +29,8 @@ class GroupCollectives:
     bf16_reduce: bool
 
     def all_gather(self, shard: ParamShard, full: torch.Tensor, part: torch.Tensor) -> list[Arrival]:
-        """Fills `full` [holders part] with the weights of all holders, of which this rank has `part`."""
+        """Fills `full` [holders part] with the weights of those that ZeRO cuts them over, of which this rank has
+        `part`."""
         return [all_gather(full, part, group=self.groups.weights[shard], async_op=True)]
 
     def reduce_scatter(
@@ -44,7 +45,7 @@ class GroupCollectives:
     ) -> list[Arrival]:
         """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
         or adds that sum to it. `part` may be its place in `full`."""
-        group = self.groups.gradients[shard.stage][shard.experts]
+        group = self.groups.zero[shard.stage][shard.experts]
         assert group is not None
         if self.bf16_reduce:
             return reduce_scatter_bf16(part, full, group, accumulate=accumulate)

@@ -19,6 +19,7 @@ import torch
 
 from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
+from pentad.schedules.spec.zero_layout import zero_group
 from pentad.workers.parallel.async_ops import Arrival
 from pentad.workers.transport.bf16_reduction import chunks
 from pentad.workers.transport.copy_lane import Lane
@@ -174,6 +175,6 @@ def gradients_name(shard: ParamShard, program: int) -> str:
 
 
 def _holders(plan: Plan, rank: int) -> dict[ParamShard, tuple[int, ...]]:
-    """Those of what ZeRO cuts of a rank's parameters."""
+    """Those over which ZeRO cuts a rank's parameters."""
     held = (*plan.param_shards_of(rank), *plan.frozen_shards_of(rank))
-    return {shard: plan.holders(shard) for shard in held if plan.num_zero_shards(shard) > 1}
+    return {shard: zero_group(plan, shard, rank) for shard in held if plan.num_zero_shards(shard) > 1}

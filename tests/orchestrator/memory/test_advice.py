@@ -55,6 +55,16 @@ def test_the_advised_change_fits_and_costs_least_of_those_with_less(dp: int, sha
             assert seconds(other) >= seconds(changed) or not fit_of(other, device).ok
 
 
+def test_shards_in_groups_may_be_told_to_be_cut_over_all_ranks() -> None:
+    """Where weights, gradients and state are cut already."""
+    config = config_of("mesh.dp=4", "zero.stage=3", "zero.shards=2", "memory.recompute=full", "schedule.microbatches=4")
+    plan, smaller = (make_plan(each, "cuda") for each in (config, with_words(config, ("zero.shards=null",))))
+    needed = [fit_of(each, device_memory("cuda", 1000)).needed for each in (plan, smaller)]
+    device = device_memory("cuda", sum(needed) / 2 / 2**30)
+    assert not fit_of(plan, device).ok and fit_of(smaller, device).ok
+    assert memory_advice(config, plan, fit_of(plan, device)).startswith("it fits with zero.shards=null: ")
+
+
 @pytest.mark.slow
 def test_a_run_that_no_change_makes_fit_is_told_the_least_it_needs() -> None:
     config = config_of("mesh.dp=2")

@@ -26,7 +26,7 @@ from pentad.orchestrator.planning.comm_volume import (
 )
 from pentad.orchestrator.planning.hardware import NODE_GPUS, ranks_on_host
 from pentad.schedules.passes.recompute import PARTS
-from pentad.schedules.spec import plan as plan_module
+from pentad.schedules.spec import row_slots
 from pentad.schedules.spec.mesh import LAYER_AXES, Axis, Mesh
 from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
@@ -64,7 +64,7 @@ def sent(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommVolume
     monkeypatch.setattr(cp_ring, "pass_on", pass_on)
     monkeypatch.setattr(cp_ulysses, "_exchange", exchange)
     fake_groups.replace_collectives(monkeypatch, counted("all_gather"), counted("reduce_scatter"))
-    monkeypatch.setattr(plan_module, "TILE_TOKENS", TILE)
+    monkeypatch.setattr(row_slots, "TILE_TOKENS", TILE)
     for cache in caches:
         cache.cache_clear()
     yield found
@@ -88,7 +88,7 @@ def fits_into_slot(group: RowGroup, size: int) -> None:
 
 
 def test_products_of_many_tokens_have_tiles() -> None:
-    assert [plan_module.num_tiles(tokens) for tokens in (1, 8191, 8192, 16383, 16384, 65536)] == [1, 1, 1, 1, 2, 8]
+    assert [row_slots.num_tiles(tokens) for tokens in (1, 8191, 8192, 16383, 16384, 65536)] == [1, 1, 1, 1, 2, 8]
 
 
 AXES = [
@@ -187,7 +187,7 @@ def test_tokens_of_experts_are_sent_in_8_bits(sent, corpus, mode, axes):
 @pytest.mark.parametrize("family", ["llama", "deepseek with mtp"])
 def test_an_exchange_by_peer_copies_takes_one_slot(corpus, monkeypatch, family, mode, axes):
     """The result of a product too, however many tokens it has."""
-    monkeypatch.setattr(plan_module, "TILE_TOKENS", TILE)
+    monkeypatch.setattr(row_slots, "TILE_TOKENS", TILE)
     plan, rows = plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes), SlotCount()
     piece = piece_of(plan)._replace(device="cuda")
     for index in range(3):

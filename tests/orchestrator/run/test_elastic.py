@@ -16,6 +16,7 @@ from elastic_cases import (
     CUT,
     EXPERTS,
     FAKE,
+    GROUPS,
     LINE,
     PAIR,
     SCHEDULES,
@@ -65,6 +66,8 @@ def test_resuming_from_a_checkpoint_after_a_killed_driver_is_bit_identical(nodes
         ("1f1b", EXPERTS, 1, signal.SIGKILL),
         ("1f1b", EXPERTS, 2, signal.SIGSTOP),
         ("1f1b", CONTEXT, 3, signal.SIGKILL),
+        ("1f1b", GROUPS, 1, signal.SIGKILL),
+        ("zb-h2", GROUPS, 2, signal.SIGSTOP),
     ],
 )
 def test_recovery_from_a_lost_rank_is_bit_identical(nodes, start_run, reference, schedule, mesh, rank, how):
@@ -215,6 +218,7 @@ def test_a_fault_in_the_first_step(nodes, start_run, reference):
         ("1f1b", CUT, (2, 2), "pp2"),
         ("1f1b", TENSOR, (2, 2), "tp2"),
         ("1f1b", EXPERTS, (2, 2), "ep2"),
+        ("1f1b", GROUPS, (2, 2), "dp2"),
     ],
 )
 def test_a_mesh_shrinks_and_grows_back(nodes, start_run, reference, schedule, mesh, sizes, small):
@@ -236,7 +240,8 @@ def test_a_mesh_shrinks_and_grows_back(nodes, start_run, reference, schedule, me
         run.wait_for(lambda: len(run.events("recovered")) == 2)
         client.request("resume")
     assert_recovered(run, "shrink", "grow")
-    assert [row["mesh"] for row in run.events("recovered")] == [small, "pp4" if mesh is LINE else f"dp2 x {small}"]
+    full = {LINE: "pp4", GROUPS: "dp4"}.get(mesh, f"dp2 x {small}")
+    assert [row["mesh"] for row in run.events("recovered")] == [small, full]
     actual, state = outcome(run)
     assert actual == [pytest.approx(pair, rel=1e-4) for pair in expected[0]], run.describe()
     assert state.keys() == expected[1].keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import pytest
 from commands import Pentad
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.search.space import AXES, space_of
+from pentad.orchestrator.search.space import AXES, all_meshes, space_of
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.spec.mesh import Mesh
 
@@ -52,3 +53,11 @@ def test_one_microbatch_on_one_pipeline_rank_is_planned_with_one_schedule() -> N
         (Mesh(dp=4, pp=2), 1, set(CATALOGUE)),
     ):
         assert {order.name for order in space.orders_on(mesh, microbatches)} == names
+
+
+def test_every_factorisation_is_tried_once() -> None:
+    for ranks in (1, 6, 8, 64):
+        every = list(all_meshes(ranks))
+        assert len(set(every)) == len(every)
+        assert {mesh.size for mesh in every} == {ranks}
+    assert len(list(all_meshes(64))) == math.comb(10, 4)

@@ -156,6 +156,7 @@ COMPARED: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     (TENSOR, "zb-h2", {"pp": 2, "layers": 2, "post_validation": True}),
     (ROW, "1f1b", {"tp": 2, "layers": 1, "recompute": "selective"}),
     (BLOCK, "1f1b", {"dp": 2, "layers": 1, **ZERO_3}),
+    (BLOCK, "1f1b", {"dp": 4, "layers": 1, "zero_shards": 2, **ZERO_3}),
     (EXPERTS, "zb-h1", {"pp": 2, "ep": 2, "model": WIDE_EXPERTS}),
     (replace(DELAYED, head=True), "zb-h2", {"pp": 2, "layers": 2, "post_validation": True, "model": WIDE}),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -69,12 +68,14 @@ def test_state_is_read_in_pieces_to_the_same_bits(corpus, tmp_path, monkeypatch,
     server.close()
 
 
-MOVES: dict[str, tuple[Any, Any]] = {  # schedule, dp, pp, ZeRO stage before and after
+MOVES: dict[str, tuple[Any, Any]] = {  # schedule, dp, pp, ZeRO stage and shards before and after
     "half of the replicas": (("1f1b", 2, 2, 0), ("1f1b", 1, 2, 0)),
     "fewer stages": (("1f1b", 1, 4, 0), ("1f1b", 1, 2, 0)),
     "ZeRO-3, growth": (("1f1b", 2, 2, 3), ("1f1b", 4, 2, 3)),
     "ZeRO-1, to fewer stages": (("1f1b", 2, 2, 1), ("1f1b", 4, 1, 1)),
     "dualpipe": (("dualpipe", 1, 4, 0), ("1f1b", 1, 2, 0)),
+    "shards with replicas": (("1f1b", 4, 1, 2, 2), ("1f1b", 2, 2, 1)),
+    "to shards with replicas": (("dualpipe", 2, 2, 1), ("1f1b", 4, 1, 3, 2)),
 }
 
 
@@ -83,15 +84,14 @@ MOVES: dict[str, tuple[Any, Any]] = {  # schedule, dp, pp, ZeRO stage before and
 def test_state_that_ranks_hand_over_is_that_of_a_checkpoint_on_any_mesh(corpus, tmp_path, case):
     """Of which any process may read any part: here each its own, and those of others over connections."""
     old, new = (
-        plan_of(name, dp, pp, 8, corpus, "float32", model=replace(SHALLOW, layers=4), memory_options=ZERO[zero])
-        for name, dp, pp, zero in MOVES[case]
+        plan_of(name, dp, pp, 8, corpus, "float32", model=SHALLOW, memory_options=ZERO[zero], zero_shards=sum(shards))
+        for name, dp, pp, zero, *shards in MOVES[case]
     )
     cpu, folder, token, written = torch.device("cpu"), checkpoint.folder_of(tmp_path, 1), b"t" * 32, list[Shard]()
     states = [RankState(old, rank, cpu) for rank in range(old.mesh.size)]
     for state in states:
         for shard, parameters in state.parameters.items():
-            holder = old.holders(shard).index(state.rank) if old.num_zero_shards(shard) > 1 else 0
-            torch.manual_seed(hash((shard, holder)) % 2**31)  # replicas hold the same
+            torch.manual_seed(hash((shard, parameters.layout.shard_index)) % 2**31)  # replicas hold the same
             for tensor in parameters.state_tensors():
                 randomize(tensor)
         written += [shards.write_shard(folder, name, tensors) for name, tensors in state.files().items()]

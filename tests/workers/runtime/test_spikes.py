@@ -108,7 +108,12 @@ def test_without_its_window_a_resumed_run_would_take_the_spike(
 @slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("name", "axes"), [("1f1b", {"dp": 2, "pp": 2, "microbatches": 4}), ("dualpipe", {"pp": 4, "microbatches": 8})]
+    ("name", "axes"),
+    [
+        ("1f1b", {"dp": 2, "pp": 2, "microbatches": 4}),
+        ("dualpipe", {"pp": 4, "microbatches": 8}),
+        ("1f1b", {"dp": 4, "pp": 1, "microbatches": 2, "zero_shards": 2, "memory_options": MemoryOptions(zero=2)}),
+    ],
 )
 def test_a_repaired_rank_has_the_window_of_the_others(workers, corpus: str, name, axes) -> None:
     """With a threshold so low that half of all steps are spikes, every later decision depends on all earlier ones."""

@@ -15,18 +15,28 @@ import pytest
 import torch
 from bf16_sums import sum_of_reductions
 from plans import plan_of
-from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedLane, SimulatedMemory, run_in_some_order
+from simulated_gpus import (
+    Condition,
+    Lanes,
+    SimulatedAllReduce,
+    SimulatedFlags,
+    SimulatedLane,
+    SimulatedMemory,
+    run_in_some_order,
+)
 
 from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, instructions_of
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.schedules.spec.zero_layout import replicas, zero_group, zero_groups
 from pentad.workers.lanes.streams import AHEAD
 from pentad.workers.parallel.process_groups import channel_of
 from pentad.workers.params.frozen import frozen_weights
 from pentad.workers.params.param_buffers import ParamBuffers
 from pentad.workers.params.parameters import create_parameters
+from pentad.workers.runtime import zero as zero_module
 from pentad.workers.runtime.rank_setup import make_stages
 from pentad.workers.runtime.zero import ZeroShards
 from pentad.workers.transport import peer_collectives
@@ -50,6 +60,9 @@ CASES = [
     Case("zb-h2", 2, 2, 4, {"post_validation": True}),
     Case("dualpipe", 1, 2, 4, {}),
     Case("dualpipev", 2, 2, 4, {"unit_layers": 1}),
+    Case("1f1b", 4, 1, 2, {"zero_shards": 2}),
+    Case("zb-h2", 4, 2, 4, {"zero_shards": 2, "post_validation": True}),
+    Case("dualpipe", 2, 2, 4, {"zero_shards": 2, "unit_layers": 1}),
 ]
 
 
@@ -79,8 +92,8 @@ class Expected:
         scatters = [part for part in instructions_of(self.plan.program.streams[0]) if part.op is Op.REDUCE_SCATTER]
         if scatters[0].microbatch < 0:
             terms = {rank: [torch.stack(own).cumsum(0)[-1]] for rank, own in terms.items()}
-        like = torch.empty(0, dtype=torch.float64)
-        return sum_of_reductions([terms[rank] for rank in sorted(terms)], like)
+        like, groups = torch.empty(0, dtype=torch.float64), zero_groups(self.plan, shard)
+        return torch.stack([sum_of_reductions([terms[rank] for rank in group], like) for group in groups]).sum(0)
 
     def _values(self, kind: str, shard: ParamShard, *place: int) -> torch.Tensor:
         if (kind, shard, *place) not in self.found:
@@ -117,6 +130,9 @@ class Rank:
         self.flags = flags
         lane = SimulatedLane(self.lanes, (self.rank, "reductions"))
         self.collectives = PeerCollectives(self.plan, self.rank, flags, memory, lane, inbox, self.outbox)
+        self.zero.sums_in_lane = True
+        same = {shard: replicas(self.plan, shard, self.rank) for shard in self.parameters}
+        self.zero.replicas = {shard: ranks for shard, ranks in same.items() if len(ranks) > 1}  # type: ignore[misc]
         for shard, each in self.parameters.items():
             each.compute.copy_(self._own(self.expected.weights(shard, 0)[None], shard))
 
@@ -206,7 +222,8 @@ class Rank:
             self.sums.append(each.gradient.clone())
 
     def _own(self, full: torch.Tensor, shard: ParamShard) -> torch.Tensor:
-        return full.view(self.plan.num_zero_shards(shard), -1)[self.plan.holders(shard).index(self.rank)]
+        group = zero_group(self.plan, shard, self.rank)
+        return full.view(len(group), -1)[group.index(self.rank)]
 
     def _end(self, part: Instruction, step: int) -> None:
         self.ended.add((step, part.key))
@@ -225,7 +242,11 @@ def run(plan: Plan, seed: int, ignored: str = "") -> list[torch.Tensor]:
     def enqueue_sum(*arguments: Any, accumulate: bool) -> None:
         lanes.enqueue(lambda: add_shards_(*arguments, accumulate=accumulate))
 
-    with patch.object(peer_collectives, "add_shards_", enqueue_sum):
+    group_sums = SimulatedAllReduce(lanes)
+    with (
+        patch.object(peer_collectives, "add_shards_", enqueue_sum),
+        patch.object(zero_module, "all_reduce", group_sums),
+    ):
         run_in_some_order(lanes, [each.host() for each in ranks], Random(seed))
     used = {flag for flag in flags.values if flag[0] not in ("norm", "sent")}  # type: ignore[index]
     assert used <= set(flag_names(plan, range(plan.mesh.size)))
