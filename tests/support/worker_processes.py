@@ -20,6 +20,7 @@ import torch
 from bit_flips import flip
 from fleet import state_by_name
 from gpus import RANKS_A_GPU, gpu_of
+from host_copies import copy_on_cpus
 from pool import process_context, send
 
 from pentad.orchestrator.recovery.fence import sources
@@ -257,6 +258,8 @@ def _serve(end: Any, stacks: Path) -> None:
         try:
             if method == "make":
                 plan, rank, generation = arguments
+                if plan.device == "cpu" and plan.transport == "peer":
+                    copy_on_cpus()
                 previous = runners[0] if runners and generation > 1 else None
                 where = plan, rank, progress, generation, gpu_of(rank)
                 runners[:] = [Runner(*where, previous, copies=copies)]

@@ -64,9 +64,9 @@ class ProcessGroups:
     all and distinguishes them by tag; peer copies need none). `gradients[stage]` are the holders of a stage and of its
     experts, if it has any; `zero` are those that ZeRO cuts their state over together with this rank, and `replicas`
     those that have the same part of it. `weights` are those that ZeRO gathers from, with communicators of their own, as
-    all-gathers run beside reductions (peer copies need none). `matrices[stage]` are the ranks that hold parts of the
-    same matrices, for Muon. `world` is all ranks of the mesh, `tied` the holders of the embedding where the head shares
-    it.
+    all-gathers run beside reductions (with peer copies only of frozen weights, for searches for flipped bits).
+    `matrices[stage]` are the ranks that hold parts of the same matrices, for Muon. `world` is all ranks of the mesh,
+    `tied` the holders of the embedding where the head shares it.
     """
 
     rank: int
@@ -120,7 +120,7 @@ def connect(
         plan, rank, _alone(plan.holders), exchanges=plan.bf16_reduce and not is_copied and not plan.zero_shards
     )
     zero, replicas = _zero_groups(plan, rank, gradients, exchanges=plan.bf16_reduce and not is_copied)
-    weights = {} if is_copied else _weight_groups(plan, rank)
+    weights = _weight_groups(plan, rank, only_frozen=is_copied)
     matrices = _groups_by_stage(plan, rank, _alone(plan.tp_holders)) if plan.optimizer.name == "muon" else {}
     tied = [_connected_group(ranks) for ranks in _embedding_ranks(plan)]
     tied_group = tied[plan.mesh.coordinates(rank).tp] if tied else None
@@ -221,10 +221,11 @@ def _zero_groups(
     return (gradients, alone) if plan.zero else (alone, gradients)
 
 
-def _weight_groups(plan: Plan, rank: int) -> dict[ParamShard, dist.ProcessGroup]:
-    """New groups of the ranks that ZeRO cuts each shard of this rank's weights over."""
+def _weight_groups(plan: Plan, rank: int, *, only_frozen: bool) -> dict[ParamShard, dist.ProcessGroup]:
+    """New groups of the ranks that ZeRO cuts each shard of this rank's weights over, or of those of frozen ones."""
     held = chain.from_iterable((*plan.param_shards_of(of), *plan.frozen_shards_of(of)) for of in range(plan.mesh.size))
-    cut = [shard for shard in dict.fromkeys(held) if plan.num_zero_shards(shard) > 1]
+    found = dict.fromkeys(shard for shard in held if shard.frozen or not only_frozen)
+    cut = [shard for shard in found if plan.num_zero_shards(shard) > 1]
     groups = {shard: zero_groups(plan, shard) for shard in cut}
     made = _new_groups(chain.from_iterable(groups.values()))
     return {shard: made[ranks] for shard in cut for ranks in groups[shard] if rank in ranks}

@@ -197,7 +197,7 @@ class ZeroShards:
             if full is None:
                 full = _fitted_weights(self.weights[shard.experts + TRAINED_KINDS * shard.frozen], 0, buffer)
                 buffer.set_weights(full)
-            # Peer copies have no groups for weights.
+            # Peer copies have no groups for the weights of trained shards.
             group = groups.weights.get(shard) or groups.zero[stage][shard.experts]
             with rank_waits.abandonable():
                 for parts, own in _gathers(buffer, full):

@@ -37,6 +37,13 @@ MORE: dict[str, Any] = {
     "recompute, units": ("1f1b", 2, 2, 4, {"recompute": "full", "unit_layers": 1}),
     "ZeRO-2, units": ("zb-v", 2, 2, 5, {"memory_options": MemoryOptions(zero=2)}),
     "LoRA, ZeRO-2": ("1f1b", 2, 2, 4, {"lora": LORA, "memory_options": MemoryOptions(zero=2)}),
+    "experts with LoRA, ZeRO-3": (
+        "1f1b",
+        2,
+        1,
+        2,
+        {"model": replace(MOE, layers=2), "lora": LORA, "memory_options": MemoryOptions(zero=3)},
+    ),
     "optimizer on the host": ("1f1b", 2, 2, 4, {"host_optimizer": True}),
     "bfloat16": ("1f1b", 2, 2, 4, {"dtype": "bfloat16"}),
 }
@@ -50,6 +57,11 @@ def plan_for(case: str, corpus: str) -> Plan:
 @pytest.mark.parametrize("case", [*PLANS, *(pytest.param(case, marks=slow) for case in MORE)])
 def test_ranks_without_a_fault_agree_and_a_check_changes_no_bit(workers, corpus, case):
     assert_a_check_changes_nothing(workers, plan_for(case, corpus), STEPS)
+
+
+def test_frozen_experts_without_adapters_are_gathered_where_ranks_copy(workers, corpus):
+    plan = plan_for("experts with LoRA, ZeRO-3", corpus)
+    assert_a_check_changes_nothing(workers, replace(plan, transport="peer", hosts=(0, 0)), STEPS)
 
 
 @pytest.mark.sampled(1)
