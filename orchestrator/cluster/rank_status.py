@@ -19,8 +19,8 @@ class Status(NamedTuple):
     text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU. The stream is
     that of `program` of the plan's programs; in an evaluation `counter` counts the actions of all rounds. `leaving` is
     the notice that its process is about to end, `node_leaving` the one that its node is; '' without one. `waits` and
-    `axis` are those of Progress. `chunks` grows while its process
-    writes, commits or reads a checkpoint."""
+    `axis` are those of Progress. `chunks` grows while its process writes, commits or
+    reads a checkpoint."""
 
     generation: int
     step: int
