@@ -1,5 +1,6 @@
 """Trains configurations on meshes of one host without Ray: losses, tokens/s, planned and measured memory, and the step
-and its bubble as simulated with the costs of the same steps.
+and its bubble as simulated with the costs of the same steps. With metrics.profile_steps=[N], also what the kernels of
+each rank took in that step, which itself takes longer.
 
 PYTHONPATH=.typings:tests/support python tests/bench/meshes.py --out OUT deploy/jobs/llama-8b.yaml mesh.tp=4 -- \\
     deploy/jobs/llama-8b.yaml mesh.tp=1 mesh.pp=4 schedule.name=zb-h2
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from ranks import Ranks, connected
 from record import stamp, write
+from step_kernels import longest_kernels, step_kernels
 
 from pentad.orchestrator.api.plans import Device, planned
 from pentad.orchestrator.config.config import load
@@ -26,6 +28,7 @@ from pentad.orchestrator.planning.estimate import memory, mfu, step_seconds
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.step_profile import RankProfile, unpack
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
 
@@ -104,7 +107,20 @@ def summarize(plan: Plan, answers: list[Any], warmup: int = WARMUP) -> dict[str,
         "last_loss": round(losses[-1], 5),
         "losses": [round(loss, 5) for loss in losses],
         "norms": [float(f"{result.grad_norm:.5g}") for result in results[0]],
+        **(
+            {"profiles": [profiled(its[plan.profile_steps[-1]].profile) for its in results]}
+            if plan.profile_steps
+            else {}
+        ),
     }
+
+
+def profiled(profile: RankProfile | None) -> dict[str, Any]:
+    """Milliseconds of a rank's kernels; or why there are none."""
+    if profile is None or profile.problem:
+        return {"error": profile.problem if profile else "no profile"}
+    events = unpack(profile.data)
+    return {"kernels_ms": step_kernels(events), "longest_ms": longest_kernels(events)}
 
 
 def simulated(plan: Plan, steps: list[tuple[Span, ...]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,7 +72,8 @@ def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> 
     """The median of the steps after compilation; what was logged last where there are none."""
     count = case.get("titan_steps", case.get("steps", STEPS))
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case["gpus"]), HERE / "titan.py"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case["gpus"])),
+        HERE / "titan.py",
         *("--model.name", case.get("model", "llama3"), "--training.steps", str(count)),
         *("--metrics.log_freq", "1", "--metrics.disable_color_printing", "--lr_scheduler.warmup_steps", "2"),
         *(() if "activation_checkpoint" in flags else ("--activation_checkpoint.mode", "none")),
@@ -87,7 +89,8 @@ def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> 
                 if any(step == count for step, *_ in logged(log)):  # it does not always end after its last step
                     break
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may have ended
+                os.killpg(process.pid, signal.SIGKILL)
         steps = logged(log)
         log.seek(0)
         text = log.read()
