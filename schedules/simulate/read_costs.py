@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 
-from pentad.schedules.ir.instruction import RECEIVES, Op
+from pentad.schedules.ir.instruction import RECEIVES, SENDS, Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
+from pentad.schedules.simulate.timeline import Span, Timeline, attributed_seconds
 
 
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:
     """Measured costs: medians over the spans of an op on a stage, or None if a stage lacks an op of the program.
 
-    BW counts half for each of B and W, and `attributed_seconds` divides the time of overlapped pairs. Transfers and
-    collectives count their shortest span, since the others contain waiting.
+    BW counts half for each of B and W, and `attributed_seconds` divides the time of overlapped pairs. Collectives count
+    their shortest span, since the others contain waiting, and transfers the time in which both ends take part.
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     for span, took in attributed_seconds(timeline.spans):
@@ -43,7 +44,7 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
         forward,
         backward,
         weight,
-        transfer=shortest(*RECEIVES),
+        transfer=median(_transfers(timeline.spans) or [0.0]),
         norm=shortest(Op.NORM, Op.LOSS),
         step=shortest(Op.STEP),
         recompute=recompute if any(recompute) else (),
@@ -51,3 +52,18 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
         reduce=shortest_by_stage(Op.ALL_REDUCE) or tuple(2 * each for each in shortest_by_stage(Op.REDUCE_SCATTER)),
         gather=shortest_by_stage(Op.ALL_GATHER),
     )
+
+
+def _transfers(spans: Sequence[Span]) -> list[float]:
+    """Seconds of each transfer: a receive may begin long before its sender has anything to send, and a send before its
+    receiver has a free slot."""
+    begun = {}
+    for span in (span for span in spans if span.op in SENDS):
+        stage = span.stage + (1 if span.op == Op.SEND_F else -1)
+        begun[span.step, SENDS[Op(span.op)], stage, span.microbatch, span.rank] = span.start
+    found = []
+    for span in (span for span in spans if span.op in RECEIVES):
+        sent = begun.get((span.step, Op(span.op), span.stage, span.microbatch, span.peer))
+        if sent is not None:
+            found.append(max(0.0, span.end - max(span.start, sent)))
+    return found
