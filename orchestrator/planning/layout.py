@@ -23,6 +23,7 @@ from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.events import acyclic_events
+from pentad.schedules.simulate.rates import KernelChoice
 from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
 from pentad.schedules.spec.mesh import Axis, Mesh
@@ -199,7 +200,10 @@ def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None
     found = Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu, recompute_fraction=fraction)
     slots = slots_for(config, mesh, device, found.tokens)
     return found._replace(
-        logit_rows=logit_rows(config, mesh, found.dtype), expert_slots=slots, zero_shards=config.zero.shards or 0
+        logit_rows=logit_rows(config, mesh, found.dtype),
+        expert_slots=slots,
+        zero_shards=config.zero.shards or 0,
+        kernels=KernelChoice(config.precision.kernels),
     )
 
 
