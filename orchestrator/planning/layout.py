@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece, piece_of, wide_bytes
 from pentad.orchestrator.config.config import Layout, RunConfig
+from pentad.orchestrator.gpus.kernel_choice import Shape, kernel_shapes
 from pentad.orchestrator.planning.cost_model import compute_seconds, guess_costs
 from pentad.orchestrator.planning.hardware import gpu_of, links_of, ranks_on_host, rates_for, rates_of
 from pentad.orchestrator.planning.numerics import fp8_spec
@@ -205,6 +206,16 @@ def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None
         zero_shards=config.zero.shards or 0,
         kernels=KernelChoice(config.precision.kernels),
     )
+
+
+def shapes_of(config: RunConfig, device: str) -> list[Shape]:
+    """The calls of a run whose implementations `pentad calibrate` measures."""
+    layout = config.layout()
+    if config.model.custom is not None or layout is None or config.data.balance == "dynamic":
+        return []
+    mask, deterministic = config.data.document_mask, config.precision.deterministic
+    piece = first_piece(config, device, layout.slices, None)._replace(document_mask=mask, deterministic=deterministic)
+    return kernel_shapes(config.model.spec, piece)
 
 
 def slots_for(config: RunConfig, mesh: Mesh, device: str, tokens: int) -> int:
