@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from pentad.kernels.attention.attention_reference import (
     partial_attention_backward_reference,
     partial_attention_reference,
 )
+from pentad.kernels.attention.packed_runs import PackedLengths
 from pentad.kernels.backend import KernelsInUse, choose_kernel, kernels_name, use_kernels
 from pentad.kernels.moe import grouped_gemm_triton
 from pentad.kernels.moe.grouped_gemm import grouped_gemm
@@ -62,6 +64,13 @@ def test_the_measured_one_of_those_that_serve_runs_or_the_usual_one(
 def tensors() -> list[Tensor]:
     """q, k, v and dout of 4 query heads and 2 key-value heads."""
     return [torch.randn(2, 40, heads, 32).transpose(1, 2) for heads in (4, 2, 2, 4)]
+
+
+def results(given: list[Tensor], options: AttentionOptions) -> list[Tensor]:
+    """out, dq, dk and dv."""
+    q, k, v, dout = given
+    out, lse = partial_attention(q, k, v, options)
+    return [out, *partial_attention_backward(dout, q, k, v, out, lse, options)]
 
 
 @pytest.fixture
@@ -139,13 +148,11 @@ def test_parts_windows_and_soft_caps_have_no_measured_kernel() -> None:
 @pytest.mark.usefixtures("on_gpu", "fresh_memory_holds_nan", "interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interprets Triton")
 def test_our_kernels_give_the_references_result() -> None:
-    results, given = [], tensors()
-    for name, dtype in (("triton", torch.float32), ("torch", torch.float64)):
-        use_kernels(KernelsInUse(name))
-        q, k, v, dout = (x.to(dtype) for x in given)
-        out, lse = partial_attention(q, k, v, OPTIONS)
-        results.append([out, *partial_attention_backward(dout, q, k, v, out, lse, OPTIONS)])
-    assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results, strict=True))
+    given = tensors()
+    use_kernels(KernelsInUse("torch"))
+    expected = results([x.double() for x in given], OPTIONS)
+    use_kernels(KernelsInUse("triton"))
+    assert all(relative_error(a, b) < 1e-5 for a, b in zip(results(given, OPTIONS), expected, strict=True))
 
 
 @pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
@@ -164,6 +171,47 @@ def test_products_of_experts_follow_what_was_measured(monkeypatch: pytest.Monkey
     for in_use in (KernelsInUse("triton"), KernelsInUse(measured={key: "triton"})):
         use_kernels(in_use)
         assert relative_error(grouped_gemm_triton.grouped_gemm(x, weights, offsets), expected) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("kv_heads", "width", "value"), [(2, 64, 64), (2, 128, 128), (8, 192, 128), (2, 256, 256)])
+def test_each_implementation_of_a_gpu_gives_the_references_result(
+    kv_heads: int, width: int, value: int, deterministic: bool, packed: bool
+) -> None:
+    """Chosen by its key in each direction; in any pair of a forward and a backward."""
+    sizes = ((8, width), (kv_heads, width), (kv_heads, value), (8, value))
+    given = [torch.randn(2, 384, n, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for n, d in sizes]
+    q, k, v, _ = given
+    ends = torch.tensor([0, 100, 384, 768], dtype=torch.int32, device="cuda")
+    lengths = PackedLengths(ends, ends, (384, 384)) if packed else None
+    options = AttentionOptions(True, width**-0.5, deterministic, lengths)
+    use_kernels(KernelsInUse("torch"))
+    expected = results([x.double() for x in given], options)
+    use_kernels(KernelsInUse())
+    serving = [serving_kernels(q, k, v, options, backward=each) for each in (False, True)]
+    keys = [attention_key(q, k, v, options, backward=each) for each in (False, True)]
+    assert all(len(each) > 1 for each in serving)
+    for pair in product(*serving):
+        use_kernels(KernelsInUse(measured=dict(zip(keys, pair, strict=True))))
+        found = results(given, options)
+        assert all(relative_error(a, b) < 1e-2 for a, b in zip(found, expected, strict=True)), pair
+        if deterministic:
+            assert all(torch.equal(a, b) for a, b in zip(found, results(given, options), strict=True)), pair
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_product_of_experts_of_a_gpu_gives_the_references_result(transposed: bool) -> None:
+    x, weights = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in ((600, 256), (4, 128, 256)))
+    weights = weights.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weights
+    offsets = torch.tensor([100, 100, 333, 600], dtype=torch.int32, device="cuda")
+    expected = grouped_gemm(x.double(), weights.double(), offsets)
+    for kernel in grouped_gemm_triton.serving_kernels(x, weights):
+        use_kernels(KernelsInUse(measured={grouped_gemm_triton.grouped_key(weights): kernel}))
+        assert relative_error(grouped_gemm(x, weights, offsets), expected) < 1e-2, kernel
 
 
 @pytest.mark.gpu
