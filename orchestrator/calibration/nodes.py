@@ -9,12 +9,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from pentad.orchestrator.activations.kernel_choice import Shape
 from pentad.orchestrator.calibration.ranks import LIMIT, Report, run_ranks
 from pentad.orchestrator.cluster.cluster import join
 from pentad.orchestrator.cluster.local_head import launch
 from pentad.orchestrator.cluster.placement import Placement, bundle_places, release, reserve, strategy_of
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.gpus.kernel_choice import Shape
 from pentad.orchestrator.planning.hardware import NODE_GPUS
 from pentad.orchestrator.planning.layout import shapes_of
 from pentad.schedules.ir.errors import PentadError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
-from pentad.orchestrator.gpus.kernel_choice import Shape
+from pentad.orchestrator.activations.kernel_choice import Shape
 from pentad.schedules.ir.errors import PentadError
 
 PROBE = "pentad.workers.health.calibration"

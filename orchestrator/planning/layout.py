@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece, piece_of, wide_bytes
+from pentad.orchestrator.activations.kernel_choice import Shape, kernel_shapes
 from pentad.orchestrator.config.config import Layout, RunConfig
-from pentad.orchestrator.gpus.kernel_choice import Shape, kernel_shapes
 from pentad.orchestrator.planning.cost_model import compute_seconds, guess_costs
 from pentad.orchestrator.planning.hardware import gpu_of, links_of, ranks_on_host, rates_for, rates_of
 from pentad.orchestrator.planning.numerics import fp8_spec

@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 
 from pentad.orchestrator.activations.allocations import FP8_TILE
+from pentad.orchestrator.activations.kernel_choice import chosen_kernels
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.gpus.kernel_choice import chosen_kernels
 from pentad.orchestrator.planning.fp8_costs import in_8_bits, shared_in_8_bits
 from pentad.orchestrator.planning.hardware import kernel_times
 from pentad.schedules.ir.errors import PentadError

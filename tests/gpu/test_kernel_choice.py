@@ -15,7 +15,7 @@ from plans import plan_of, reference
 from small_models import LATENT_MOE, WIDE, WIDE_MOE
 
 from pentad.orchestrator.activations.allocations import piece_of
-from pentad.orchestrator.gpus.kernel_choice import kernel_shapes
+from pentad.orchestrator.activations.kernel_choice import kernel_shapes
 from pentad.schedules.simulate.rates import KernelChoice, KernelTimes
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.health.device_rates import Clock, Tensors

@@ -16,7 +16,7 @@ from pentad.kernels.attention.attention_partial import attention_key
 from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.kernels.backend import KernelKey, KernelsInUse, choose_kernel, kernels_name, use_kernels
 from pentad.orchestrator.activations.allocations import piece_of
-from pentad.orchestrator.gpus.kernel_choice import kernel_shapes
+from pentad.orchestrator.activations.kernel_choice import kernel_shapes
 from pentad.schedules.simulate.rates import KernelChoice, KernelTimes
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.health import kernel_times

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from pentad.orchestrator.activations.activation_memory import sublayers
 from pentad.orchestrator.activations.allocations import piece_of
+from pentad.orchestrator.activations.kernel_choice import kernel_shapes
 from pentad.orchestrator.calibration.calibrate import with_earlier
 from pentad.orchestrator.calibration.view import show_table
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.gpus.kernel_choice import kernel_shapes
 from pentad.orchestrator.gpus.rate_table import RateTable, read_table, write_table
 from pentad.orchestrator.monitoring.plan_view import facts_table
 from pentad.orchestrator.planning.estimate import costs_of
