@@ -83,9 +83,6 @@ def _impossible(plan: Plan) -> str:
             "with model.attn_logit_softcapping, which cuDNN's attention has not": model.attn_logit_softcapping > 0,
             f"with schedule.name = {plan.program.name}, but cuDNN's causal mask begins at the first key and not at that"
             " of a slice": plan.program.slices > 1,
-            "with mesh.cp_method = all_gather, but cuDNN's causal mask begins at the first key": (
-                plan.mesh.cp > 1 and plan.cp_method == "all_gather"
-            ),
             f"with heads of {widths[0]} and values of {widths[1]}, but cuDNN's are of {served}": not (
                 is_served and not widths[0] % 8 and not widths[1] % 8
             ),

@@ -61,7 +61,6 @@ REFUSED = [
     ("cudnn", (ANY_ORDER, "data.document_mask=true"), "cuda", "with data.document_mask = true, but cuDNN's"),
     ("cudnn", (ANY_ORDER, "model.family=mistral", "model.sliding_window=8"), "cuda", "with sliding windows"),
     ("cudnn", (ANY_ORDER, "schedule.name=seq-1f1b"), "cuda", "with schedule.name = seq-1f1b, but cuDNN's"),
-    ("cudnn", (ANY_ORDER, "mesh.cp=2", "mesh.cp_method=all_gather"), "cuda", "with mesh.cp_method = all_gather, but"),
     ("cudnn", (ANY_ORDER, "model.heads=4"), "cuda", "with heads of 256 and values of 256, but cuDNN's are of at most"),
 ]
 
@@ -95,7 +94,9 @@ def test_ranks_may_have_any_kernels_that_serve_them() -> None:
     for device, names in (("cpu", ("auto", "torch")), ("cuda", ("auto", "torch", "triton"))):
         for name in names:
             assert plan_with(f"precision.kernels={name}", device=device).kernels == KernelChoice(name)
-    assert plan_with("precision.kernels=cudnn", ANY_ORDER).kernels == KernelChoice("cudnn")
+    for method in ("ring", "all_gather", "ulysses"):  # blocks are causal on the diagonal, and else entire
+        plan = plan_with("precision.kernels=cudnn", ANY_ORDER, "mesh.cp=2", f"mesh.cp_method={method}")
+        assert plan.kernels == KernelChoice("cudnn")
     latent = plan_with("precision.kernels=cudnn", ANY_ORDER, *LATENT)
     assert latent.kernels.name == "cudnn"
 
