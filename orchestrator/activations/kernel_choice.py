@@ -50,7 +50,7 @@ def chosen_kernels(plan: Plan, times: Iterable[KernelTimes]) -> KernelChoice:
     the ranks do not have."""
     name = plan.kernels.name
     if problem := _impossible(plan):
-        others = "auto or torch" if plan.device == "cpu" or name == "triton" else "auto or triton"
+        others = "auto or torch" if plan.device == "cpu" or plan.dtype == "float64" else "auto or triton"
         raise PentadError(f"precision.kernels is {name} {problem}: expected {others}")
     if name != "auto" or plan.batch.capacity:
         return plan.kernels

@@ -57,6 +57,7 @@ REFUSED = [
     ("triton", (), "cpu", "on CPUs: expected auto or torch"),
     ("cudnn", (ANY_ORDER,), "cpu", "on CPUs: expected auto or torch"),
     ("triton", ("precision.compute=float64",), "cuda", "with precision.compute = float64: expected auto or torch"),
+    ("cudnn", (ANY_ORDER, "precision.compute=float64"), "cuda", "with precision.compute = float64: expected auto or t"),
     ("cudnn", (ANY_ORDER, "precision.compute=float32"), "cuda", "with precision.compute = float32, but cuDNN's"),
     ("cudnn", (ANY_ORDER, "data.document_mask=true"), "cuda", "with data.document_mask = true, but cuDNN's"),
     ("cudnn", (ANY_ORDER, "model.family=mistral", "model.sliding_window=8"), "cuda", "with sliding windows"),
