@@ -1,10 +1,10 @@
-"""What all kernels share: Triton or torch, the dtype of sums, deterministic algorithms."""
+"""What all kernels share: which implementation runs, the dtype of sums, deterministic algorithms."""
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
 import torch
 import torch.utils.deterministic as determinism
@@ -42,6 +42,39 @@ def shared_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
+KernelKey = tuple[str | int, ...]  # an operation, and those of its sizes by which implementations differ
+
+
+class KernelsInUse(NamedTuple):
+    """Which implementations run: 'auto', the one that was `measured` to be the fastest, or else usually is; 'triton' or
+    'cudnn', that one wherever it serves a call; 'torch', the references on GPUs too, of all operations here."""
+
+    name: str = "auto"
+    measured: Mapping[KernelKey, str] = {}
+
+
+_in_use = KernelsInUse()
+
+
+def use_kernels(kernels: KernelsInUse) -> KernelsInUse:
+    """For all calls in this process from now on; returns what was in use."""
+    global _in_use
+    before, _in_use = _in_use, kernels
+    return before
+
+
+def kernels_name() -> str:
+    """Of what is in use."""
+    return _in_use.name
+
+
+def choose_kernel(serving: Sequence[str], key: KernelKey = ()) -> str:
+    """Of the implementations that serve a call, of which the first one is usually the fastest, the one to run."""
+    name, measured = _in_use
+    found = measured.get(key, "") if name == "auto" else name
+    return found if found in serving else serving[0]
+
+
 _twins: list[Callable[[], object]] = []  # import the Triton twins of operations
 
 
@@ -56,8 +89,8 @@ def triton_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
     and arguments in MODULE_triton.py.
 
     The twin runs if the first argument, or its first field, is a GPU tensor, unless it is float64, which serves
-    exactness tests. Kernels read memory by shapes alone: a tensor that is not contiguous raises ValueError on any
-    device, unless its parameter is annotated `DenseRows` or `Strided`.
+    exactness tests, or references are in use. Kernels read memory by shapes alone: a tensor that is not contiguous
+    raises ValueError on any device, unless its parameter is annotated `DenseRows` or `Strided`.
     """
 
     @functools.cache
@@ -78,7 +111,8 @@ def triton_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
                 raise ValueError(f"{found}: expected {layout}")
         x = args[0][0] if isinstance(args[0], tuple) else args[0]
         assert isinstance(x, Tensor)
-        return (twin() if x.is_cuda and x.dtype != torch.float64 else reference)(*args, **kwargs)
+        has_twin = x.is_cuda and x.dtype != torch.float64 and kernels_name() != "torch"
+        return (twin() if has_twin else reference)(*args, **kwargs)
 
     return operation
 

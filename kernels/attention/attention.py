@@ -1,6 +1,6 @@
 """Causal grouped-query attention as an explicit forward and backward.
 
-On Hopper cuDNN is fastest, but its backward sums dq in an order that changes from run to run, even in torch's
+On Hopper cuDNN usually is fastest, but its backward sums dq in an order that changes from run to run, even in torch's
 deterministic mode (torch 2.11 with cuDNN 9.19). With `deterministic=True` the backward is ours (or, for head dims that
 it lacks, flash attention's deterministic mode); see `attention_partial`.
 """
@@ -20,6 +20,7 @@ from pentad.kernels.attention.attention_partial import (
     partial_attention_backward,
 )
 from pentad.kernels.attention.attention_reference import AttentionOptions, softmax_scale
+from pentad.kernels.backend import kernels_name
 
 
 class SavedAttention(NamedTuple):
@@ -42,7 +43,7 @@ def attention(
     dimension, and must stay unchanged until the backward.
     """
     options = causal_options(q, deterministic, scale)
-    if has_fused_kernel(q, v):
+    if has_fused_kernel(q, v) or (q.is_cuda and kernels_name() == "torch"):
         out, lse = partial_attention(q, k, v, options)
         return out, SavedAttention(out, lse, (q, k, v), options)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))

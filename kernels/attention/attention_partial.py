@@ -21,7 +21,7 @@ from pentad.kernels.attention.attention_reference import (
     partial_attention_reference,
 )
 from pentad.kernels.attention.packed_runs import backward_by_runs, forward_by_runs
-from pentad.kernels.backend import deterministic_algorithms, shared_memory
+from pentad.kernels.backend import KernelKey, choose_kernel, deterministic_algorithms, kernels_name, shared_memory
 
 MAX_HEAD_DIM = 256  # of the flash kernels
 # Head dims of queries and keys, and of values, for which Triton has kernels.
@@ -35,21 +35,22 @@ QKVGrads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider) of q [B, N, S, D], k [B, M, K, D] and v [B, M, K, Dv].
 
-    Every query must see at least one key, unless its segment has none. On a GPU, 16-bit inputs take cuDNN; where that
-    does not support the shape, window or soft cap, Triton, or, for head dims without a kernel, flash attention. All
-    others take the reference, whose memory grows with S K.
+    Every query must see at least one key, unless its segment has none. On a GPU, 16-bit inputs take the kernel in use
+    (kernels/backend.py); usually cuDNN's, where that does not support the shape, window or soft cap ours in Triton, or,
+    for head dims without one, flash attention. All others take the reference, whose memory grows with S K.
     """
     if options.lengths is not None and options.lengths.runs:
         return forward_by_runs(partial_attention, options.lengths.runs, q, k, v, options)
-    if not has_fused_kernel(q, v, options.softcap):
-        return partial_attention_reference(q, k, v, options)
-    if _cudnn_supports(q, k, v, options):
-        return _cudnn(q, k, v, options)
-    if has_triton_kernels(q, v):
-        from pentad.kernels.attention.attention_forward_triton import attention_forward  # imports Triton
+    match _kernel(q, k, v, options):
+        case "cudnn":
+            return _cudnn(q, k, v, options)
+        case "triton":
+            from pentad.kernels.attention.attention_forward_triton import attention_forward  # imports Triton
 
-        return attention_forward(q, k, v, options)
-    return _flash(q, k, v, options)
+            return attention_forward(q, k, v, options)
+        case "flash":
+            return _flash(q, k, v, options)
+    return partial_attention_reference(q, k, v, options)
 
 
 def partial_attention_backward(
@@ -57,23 +58,58 @@ def partial_attention_backward(
 ) -> QKVGrads:
     """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention for its queries.
 
-    cuDNN is fastest, but sums dq in an order that changes from run to run. Then comes Triton, which is deterministic,
-    and for other head dims, and heads of 256 in any order, flash attention, which has a deterministic mode.
+    cuDNN usually is fastest, but sums dq in an order that changes from run to run. Then comes Triton, which is
+    deterministic, and for other head dims, and heads of 256 in any order, flash attention, which has a deterministic
+    mode.
     """
     if options.lengths is not None and options.lengths.runs:
         runs = options.lengths.runs
         return backward_by_runs(partial_attention_backward, runs, dout, q, k, v, out, lse, options)
-    if not has_fused_kernel(q, v, options.softcap):
-        return partial_attention_backward_reference(dout, q, k, v, out, lse, options)
-    if _cudnn_supports(q, k, v, options) and not options.deterministic:
-        return _cudnn_backward(dout, q, k, v, out, lse, options)
-    is_faster = v.shape[3] < MAX_HEAD_DIM  # than flash attention in any order
-    if has_triton_kernels(q, v) and (options.deterministic or options.softcap or is_faster):
-        from pentad.kernels.attention.attention_backward_triton import attention_backward  # imports Triton
+    match _kernel(q, k, v, options, backward=True):
+        case "cudnn":
+            return _cudnn_backward(dout, q, k, v, out, lse, options)
+        case "triton":
+            from pentad.kernels.attention.attention_backward_triton import attention_backward  # imports Triton
 
-        return attention_backward(dout, q, k, v, out, lse, options)
-    with deterministic_algorithms() if options.deterministic else nullcontext():
-        return _flash_backward(dout, q, k, v, out, lse, options)
+            return attention_backward(dout, q, k, v, out, lse, options)
+        case "flash":
+            with deterministic_algorithms() if options.deterministic else nullcontext():
+                return _flash_backward(dout, q, k, v, out, lse, options)
+    return partial_attention_backward_reference(dout, q, k, v, out, lse, options)
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, backward: bool = False) -> str:
+    """The one to run. Raises ValueError if cuDNN's is to, and does not serve the call."""
+    serving = serving_kernels(q, k, v, options, backward=backward)
+    if kernels_name() == "cudnn" and "cudnn" not in serving:
+        found = f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} of {q.dtype}"
+        raise ValueError(f"kernels are cudnn, which has no attention for {found}: expected auto or triton")
+    return choose_kernel(serving, attention_key(q, k, v, options, backward=backward))
+
+
+def serving_kernels(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, backward: bool = False
+) -> tuple[str, ...]:
+    """The implementations of such a call, of which the first one usually is the fastest: 'cudnn', 'triton', 'flash', or
+    alone 'torch', the reference."""
+    if kernels_name() == "torch" or not has_fused_kernel(q, v, options.softcap):
+        return ("torch",)
+    in_order = backward and options.deterministic
+    fused = ("triton",) if has_triton_kernels(q, v) else ()
+    if not options.softcap:
+        is_first = backward and not in_order and v.shape[3] == MAX_HEAD_DIM
+        fused = ("flash", *fused) if is_first else (*fused, "flash")
+    return ("cudnn", *fused) if not in_order and _cudnn_supports(q, k, v, options) else fused
+
+
+def attention_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, backward: bool = False) -> KernelKey:
+    """That of causal attention to whole sequences or packed documents: heads, key-value heads and their widths. Of all
+    others, which nobody measures, it is ()."""
+    if not options.causal or options.window_left is not None or options.softcap or q.shape[2] != k.shape[2]:
+        return ()
+    packed = "packed_" if options.lengths is not None else ""
+    phase = "_backward" * backward + "_deterministic" * (backward and options.deterministic)
+    return f"{packed}attention{phase}", q.shape[1], k.shape[1], q.shape[3], v.shape[3]
 
 
 def has_fused_kernel(q: Tensor, v: Tensor, softcap: float = 0.0) -> bool:

@@ -39,7 +39,10 @@ def accumulate_grouped_gradient_(
     order.
     """
     for expert, (start, end) in enumerate(spans(offsets)):
-        accumulate_gradient_(main[expert], dy[start:end], x[start:end], overwrite=overwrite)
+        if start < end:
+            accumulate_gradient_(main[expert], dy[start:end], x[start:end], overwrite=overwrite)
+        elif overwrite:
+            main[expert].zero_()
 
 
 def spans(offsets: Tensor) -> list[tuple[int, int]]:

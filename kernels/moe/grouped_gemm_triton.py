@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.backend import ceil_div
+from pentad.kernels.backend import KernelKey, ceil_div, choose_kernel
 
 ALIGNMENT = 16  # bytes, of the rows and matrices that torch's kernel supports
 
@@ -113,7 +113,7 @@ def _shape(dtype: torch.dtype) -> dict[str, Any]:
 
 def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """Launches torch's kernel or this; see `pentad.kernels.moe.grouped_gemm.grouped_gemm`."""
-    if _torch_supports(x, weights):
+    if choose_kernel(serving_kernels(x, weights), grouped_key(weights)) == "torch":
         return torch._grouped_mm(x, weights.transpose(1, 2), offs=offsets)
     (rows, k), (experts, n, _) = x.shape, weights.shape
     assert weights.shape[2] == k and offsets.shape == (experts,)
@@ -125,6 +125,16 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     each = triton.next_power_of_2(experts)
     _grouped[grid](x, weights, offsets, y, experts, n, k, x.stride(0), *weights.stride(), EXPERTS=each, **shape)
     return y
+
+
+def serving_kernels(x: Tensor, weights: Tensor) -> tuple[str, ...]:
+    """The implementations of such a product, of which the first one usually is the fastest."""
+    return ("torch", "triton") if _torch_supports(x, weights) else ("triton",)
+
+
+def grouped_key(weights: Tensor) -> KernelKey:
+    """That of a product with weights [E, N, K]; with those of a transposed tensor it is another one."""
+    return "grouped_gemm" + "_transposed" * (weights.stride(2) != 1), *weights.shape
 
 
 def _torch_supports(x: Tensor, weights: Tensor) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Literal, NamedTuple
 
 from pentad.schedules.passes.recompute import is_row_wise, recomputed_parts, saved_rows
+from pentad.schedules.simulate.rates import KernelChoice
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec
@@ -27,8 +28,8 @@ def wide_bytes(dtype: str) -> int:
 class Piece(NamedTuple):
     """`rows` sequences with `length` positions each on a cp rank, one of `slices` of a microbatch; `fp8` says which
     products are in 8 bits (None: none), and `gpu` names the GPU ('': the assumed one). Of row-wise parts of layers the
-    share `recompute_fraction` is recomputed, and logits go in chunks of `logit_rows` (0: all are kept). `expert_slots`
-    and `zero_shards` are those of Plan."""
+    share `recompute_fraction` is recomputed, and logits go in chunks of `logit_rows` (0: all are kept). `expert_slots`,
+    `zero_shards` and `kernels` are those of Plan."""
 
     rows: int
     length: int
@@ -45,6 +46,7 @@ class Piece(NamedTuple):
     logit_rows: int = 0
     expert_slots: int = 0
     zero_shards: int = 0
+    kernels: KernelChoice = KernelChoice()
 
     @property
     def tokens(self) -> int:
@@ -218,4 +220,4 @@ def piece_of(plan: Plan) -> Piece:
     sizes = rows, length, plan.dtype, plan.device, plan.program.slices
     mask, fraction, chunk = plan.data.document_mask, plan.recompute_fraction, plan.logit_rows
     found = Piece(*sizes, plan.mesh, plan.cp_method, mask, plan.deterministic, plan.fp8, plan.gpu, fraction, chunk)
-    return found._replace(expert_slots=plan.expert_slots, zero_shards=plan.zero_shards)
+    return found._replace(expert_slots=plan.expert_slots, zero_shards=plan.zero_shards, kernels=plan.kernels)

@@ -1,4 +1,5 @@
-"""What scaled dot-product attention allocates for one piece, by the kernel that computes it (kernels/attention)."""
+"""What scaled dot-product attention allocates for one piece, by the kernel that computes it (kernels/attention), and
+which one that is."""
 
 from __future__ import annotations
 
@@ -55,6 +56,18 @@ class AttentionShape(NamedTuple):
         """Bytes of the heads' output."""
         return self.piece.tokens * self.heads * self.value * self.piece.itemsize
 
+    @property
+    def kernel_sizes(self) -> tuple[int, ...]:
+        """As KernelTimes has them."""
+        cp = self.piece.mesh.cp if self.is_exchanged else 1
+        heads = self.heads // cp, max(1, self.kv_heads // cp)
+        return self.piece.rows, self.piece.length * cp, *heads, self.query, self.value
+
+    def kernel_op(self, *, backward: bool) -> str:
+        """As KernelTimes has it."""
+        phase = "_backward" * backward + "_deterministic" * (backward and self.piece.deterministic)
+        return f"{'packed_' * self.piece.document_mask}attention{phase}"
+
 
 def attention_shape(model: ModelSpec, piece: Piece) -> AttentionShape:
     heads, query, mla = model.heads // piece.mesh.tp, model.qk_head_dim, model.mla
@@ -75,8 +88,12 @@ def attention_core(
     (kernels/attention). `is_plain` attention has no windows, soft caps or sinks."""
     piece, cp, is_exchanged = shape.piece, shape.piece.mesh.cp, shape.is_exchanged
     is_split, is_graph = cp > 1 and not is_exchanged, False
-    is_gpu_kernel = piece.device == "cuda" and piece.dtype == "bfloat16" and (not has_softcap or _has_triton(shape))
-    is_blocks = is_split or piece.document_mask or not is_plain
+    forward_kernel, backward_kernel = (
+        _kernel(shape, is_plain=is_plain, has_softcap=has_softcap, backward=each) for each in (False, True)
+    )
+    is_gpu_kernel = forward_kernel != "torch"
+    is_reference = piece.device == "cuda" and piece.kernels.name == "torch"
+    is_blocks = is_split or piece.document_mask or not is_plain or is_reference
     is_fused = piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)
     inputs = shape.exchanged * piece.itemsize if is_exchanged else shape.inputs
     log_sum_exps = other = Allocation("log-sum-exps", "F-B", piece.tokens * shape.heads * piece.wide)
@@ -90,11 +107,9 @@ def attention_core(
         saves_output = not is_gpu_kernel
         backward *= {"ring": 2, "all_gather": 3, "ulysses": 1}[piece.cp_method]  # gradients in flight are float32
         forward += is_split * piece.tokens * shape.heads * shape.value * piece.wide
-        padded = 0 if _has_cudnn(piece, is_plain=is_plain) or _has_triton(shape) else _padded_values(shape)
+        padded = _padded_values(shape) if forward_kernel == "flash" else 0
         forward += padded if is_gpu_kernel else score_workspace
-        backward += (
-            _fused_backward(shape, is_plain=is_plain, has_softcap=has_softcap) if is_gpu_kernel else score_workspace
-        )
+        backward += _fused_backward(shape, backward_kernel) if is_gpu_kernel else score_workspace
     elif is_fused and shape.query == shape.value:
         # torch's own kernel, in an autograd graph
         is_graph, saves_output, other = True, False, log_sum_exps._replace(offload=False)
@@ -124,13 +139,31 @@ def attention_core(
     return saved, forward, backward
 
 
+def _kernel(shape: AttentionShape, *, is_plain: bool, has_softcap: bool, backward: bool) -> str:
+    """The one that runs, as kernels/attention/attention_partial.py chooses it."""
+    piece, has_triton = shape.piece, _has_triton(shape)
+    if piece.device != "cuda" or piece.dtype != "bfloat16" or (has_softcap and not has_triton):
+        return "torch"
+    in_order = backward and piece.deterministic
+    serving = ["triton"] * has_triton
+    if not has_softcap:
+        serving.insert(0 if backward and not in_order and shape.value == MAX_HEAD_DIM else 1, "flash")
+    if not in_order and _has_cudnn(piece, is_plain=is_plain):
+        serving.insert(0, "cudnn")
+    chosen = piece.kernels.name
+    if chosen == "auto":
+        op = shape.kernel_op(backward=backward)
+        chosen = piece.kernels.of((op, *shape.kernel_sizes[2:])) if is_plain else ""
+    return chosen if chosen in (*serving, "torch") else serving[0]
+
+
 def _has_cudnn(piece: Piece, *, is_plain: bool) -> bool:
-    """Whether its kernels serve forward; backward too, unless it has to be deterministic."""
+    """Whether its kernels serve forward; backward too, unless it has to add in order."""
     return is_plain and not piece.document_mask and piece.slices == 1
 
 
 def _has_triton(shape: AttentionShape) -> bool:
-    """Whether our kernels serve its head dims: where cuDNN does not, forward; for backward see `_fused_backward`."""
+    """Whether our kernels serve its head dims."""
     return (shape.query, shape.value) in TRITON_HEAD_DIMS
 
 
@@ -141,15 +174,14 @@ def _padded_values(shape: AttentionShape) -> int:
     return 2 * shape.piece.tokens * shape.heads * shape.query * shape.piece.itemsize
 
 
-def _fused_backward(shape: AttentionShape, *, is_plain: bool, has_softcap: bool) -> int:
+def _fused_backward(shape: AttentionShape, kernel: str) -> int:
     """dq in float32 and gradients of keys and values for every query head: of flash attention dq in as many parts as
     keep all processors busy, if it is deterministic. Our kernels have two terms of each query instead."""
-    piece = shape.piece
-    queries = piece.tokens * shape.heads * shape.query
+    piece, queries = shape.piece, shape.piece.tokens * shape.heads * shape.query
     kv_gradients = 2 * queries * piece.itemsize if shape.kv_heads < shape.heads else 0
-    if _has_cudnn(piece, is_plain=is_plain) and not piece.deterministic:
+    if kernel == "cudnn":
         return queries * BYTES["float32"] + kv_gradients
-    if _has_triton(shape) and (piece.deterministic or has_softcap or shape.value < MAX_HEAD_DIM):
+    if kernel == "triton":
         return 2 * piece.tokens * shape.heads * BYTES["float32"]
     parts = -(-PROCESSORS // (piece.rows * shape.heads)) if piece.deterministic else 1
     return parts * queries * BYTES["float32"] + kv_gradients + _padded_values(shape)

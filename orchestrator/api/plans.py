@@ -159,6 +159,7 @@ class PlannedRun:
             "dtype": plan.dtype,
             "transport": transports(plan),
             "cuda_graphs": plan.cuda_graphs,
+            "kernels": {"name": plan.kernels.name, "measured": list(plan.kernels.measured)},
             "expert_slots": plan.expert_slots,
             "mesh": asdict(plan.mesh),
             "parameters": num_parameters(plan.model),

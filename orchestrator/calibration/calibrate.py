@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -14,15 +15,17 @@ from pydantic import TypeAdapter
 from pentad.orchestrator.activations.allocations import piece_of
 from pentad.orchestrator.calibration.ranks import Report, run_ranks
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.gpus.rate_table import CPU, RateTable
+from pentad.orchestrator.gpus.rate_table import CPU, RateTable, read_table
 from pentad.orchestrator.planning.comm_volume import layer_volume
 from pentad.orchestrator.planning.hardware import ISSUE, PEER_ISSUE, TP_HIDDEN, local_device, local_gpus, rates_of
+from pentad.orchestrator.planning.layout import shapes_of
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.simulate.rates import Rates, fit_link
+from pentad.schedules.simulate.rates import KernelTimes, Rates, fit_link
 from pentad.workers.health.host_plan import host_plan
 
 GROUPS = ("intra_host", "inter_host", "peer")
 _rates: TypeAdapter[Rates] = TypeAdapter(Rates)
+_kernel_times: TypeAdapter[KernelTimes] = TypeAdapter(KernelTimes)
 Progress = Callable[[], AbstractContextManager[Report]]
 
 
@@ -39,13 +42,13 @@ def calibrate(config: RunConfig, progress: Progress) -> RateTable:
         ranks = local_gpus() if device == "cuda" else min(config.mesh.size, os.cpu_count() or 1)
         if not ranks:
             raise PentadError("cluster.device is cuda: expected a GPU on this machine")
-        hosts = [0] * ranks
+        hosts, kernels = [0] * ranks, shapes_of(config, device)
         from pentad.workers.parallel.process_groups import start_store  # imports torch
 
         store = start_store("127.0.0.1", ranks, 60.0)
         with progress() as report:
             address = f"{store.host}:{store.port}"
-            measured = run_ranks(device, {rank: rank for rank in range(ranks)}, address, hosts, report)
+            measured = run_ranks(device, {rank: rank for rank in range(ranks)}, address, hosts, kernels, report)
             assert measured is not None
             found = measured
     return table_of(found, hosts)
@@ -53,7 +56,7 @@ def calibrate(config: RunConfig, progress: Progress) -> RateTable:
 
 def table_of(found: dict[str, Any], hosts: list[int]) -> RateTable:
     """From what rank 0 of ranks on these hosts has found: links that there were none of are those that plans assume."""
-    gpu = found.pop("gpu")
+    gpu, kernels = found.pop("gpu"), tuple(map(_kernel_times.validate_python, found.pop("kernels")))
     assumed = [name for name in GROUPS if found[name] is None and (name != "peer" or found["intra_host"] is None)]
     usual = asdict(rates_of("cpu" if gpu == CPU else "cuda", gpu)) if assumed else {}
     links = {name: usual[name] if name in assumed else _fitted(found[name] or {}) for name in GROUPS}
@@ -73,7 +76,19 @@ def table_of(found: dict[str, Any], hosts: list[int]) -> RateTable:
     }
     measured, ranks = datetime.now(UTC).strftime("%Y-%m-%d"), (len(hosts), len(set(hosts)))
     rates = _rates.validate_python(figures)
-    return RateTable(version=4, gpu=gpu, measured=measured, ranks=ranks, assumed=tuple(assumed), rates=rates)
+    given: dict[str, Any] = {"ranks": ranks, "assumed": tuple(assumed), "rates": rates, "kernels": kernels}
+    return RateTable(version=4, gpu=gpu, measured=measured, **given)
+
+
+def with_earlier(table: RateTable, path: Path) -> RateTable:
+    """The table with what the one that it replaces, if there is one of this GPU, knows of other calls."""
+    try:
+        earlier = read_table(path, table.gpu).kernels
+    except PentadError:
+        return table
+    measured = {(each.op, each.sizes) for each in table.kernels}
+    others = (each for each in earlier if (each.op, each.sizes) not in measured)
+    return table.model_copy(update={"kernels": (*table.kernels, *others)})
 
 
 def _exchange_seconds(gpu: str, layer: Sequence[float], pair: Sequence[float]) -> float:

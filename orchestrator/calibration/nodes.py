@@ -9,12 +9,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from pentad.orchestrator.activations.kernel_choice import Shape
 from pentad.orchestrator.calibration.ranks import LIMIT, Report, run_ranks
 from pentad.orchestrator.cluster.cluster import join
 from pentad.orchestrator.cluster.local_head import launch
 from pentad.orchestrator.cluster.placement import Placement, bundle_places, release, reserve, strategy_of
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.hardware import NODE_GPUS
+from pentad.orchestrator.planning.layout import shapes_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Mesh
 
@@ -37,9 +39,9 @@ class Examiner:
         return f"{self.store.host}:{self.store.port}"
 
     def measure(
-        self, device: str, gpus: Mapping[int, int], address: str, hosts: Sequence[int]
+        self, device: str, gpus: Mapping[int, int], address: str, hosts: Sequence[int], kernels: Sequence[Shape]
     ) -> dict[str, Any] | None:
-        return run_ranks(device, gpus, address, hosts)
+        return run_ranks(device, gpus, address, hosts, kernels)
 
 
 def measured_on_cluster(config: RunConfig, report: Report) -> tuple[dict[str, Any], list[int]]:
@@ -49,7 +51,7 @@ def measured_on_cluster(config: RunConfig, report: Report) -> tuple[dict[str, An
         timeout = config.cluster.start_timeout_seconds
         placement = reserve(Mesh(dp=ranks), cluster.device, timeout, fixed=cluster.local)
         try:
-            return _measured(placement, cluster.device, report)
+            return _measured(placement, cluster.device, shapes_of(config, cluster.device), report)
         except RayError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise PentadError(f"calibration failed on a node: {lines[-1].strip()}") from None
@@ -57,7 +59,9 @@ def measured_on_cluster(config: RunConfig, report: Report) -> tuple[dict[str, An
             release(placement)  # ends the actors
 
 
-def _measured(placement: Placement, device: str, report: Report) -> tuple[dict[str, Any], list[int]]:
+def _measured(
+    placement: Placement, device: str, kernels: Sequence[Shape], report: Report
+) -> tuple[dict[str, Any], list[int]]:
     kind = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0)(Examiner)
     nodes: dict[str, list[Any]] = defaultdict(list)  # an actor a rank, as only that one knows the rank's GPU
     for place in bundle_places(placement):
@@ -70,7 +74,7 @@ def _measured(placement: Placement, device: str, report: Report) -> tuple[dict[s
     calls = []
     for host, its in enumerate(fullest):
         own = {host * each + number: gpu for number, gpu in enumerate(gpus[host])}
-        calls.append(its[0].measure.remote(device, own, address, hosts))
+        calls.append(its[0].measure.remote(device, own, address, hosts, kernels))
     report(0, 1)
     found = ray.get(calls, timeout=LIMIT + START_SECONDS)[0]
     assert found is not None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
+from pentad.orchestrator.activations.kernel_choice import Shape
 from pentad.schedules.ir.errors import PentadError
 
 PROBE = "pentad.workers.health.calibration"
@@ -19,11 +20,16 @@ Report = Callable[[int, int], None]  # how many of how many measurements are don
 
 
 def run_ranks(
-    device: str, gpus: Mapping[int, int], address: str, hosts: Sequence[int], report: Report | None = None
+    device: str,
+    gpus: Mapping[int, int],
+    address: str,
+    hosts: Sequence[int],
+    kernels: Sequence[Shape],
+    report: Report | None = None,
 ) -> dict[str, Any] | None:
-    """Runs ranks on these GPUs until all have measured, with those of other hosts; `hosts` has the host of every rank.
-    Returns what rank 0 found if it is one of them. Raises PentadError if a rank fails, or for one that takes too
-    long."""
+    """Runs ranks on these GPUs until all have measured, with those of other hosts; `hosts` has the host of every rank,
+    and of the calls `kernels` all implementations are timed. Returns what rank 0 found if it is one of them. Raises
+    PentadError if a rank fails, or for one that takes too long."""
     found: dict[str, Any] | None = None
     with ExitStack() as stack:
         errors = {rank: stack.enter_context(tempfile.TemporaryFile("w+")) for rank in gpus}
@@ -36,7 +42,7 @@ def run_ranks(
         stack.callback(end)
         for rank, gpu in gpus.items():
             command = [sys.executable, "-P", "-m", PROBE, device, str(gpu), address, str(rank)]
-            command.append(",".join(map(str, hosts)))
+            command += [",".join(map(str, hosts)), json.dumps(kernels)]
             out = subprocess.DEVNULL if rank else subprocess.PIPE  # only rank 0 has something to say
             process = subprocess.Popen(command, stdout=out, stderr=errors[rank], text=True)
             started.append(stack.enter_context(process))

@@ -30,6 +30,9 @@ def show_table(table: RateTable, console: Console) -> None:
     for name, text in _rows(table.rates, table.assumed):
         grid.add_row(name, text, usual.get(name, ""))
     console.print(f" {table.gpu}: {ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}", highlight=False)
+    for each in table.kernels:
+        times = ", ".join(f"{kernel} {format_duration(seconds)}" for kernel, seconds in each.seconds)
+        grid.add_row(f"{each.op} of {' x '.join(map(str, each.sizes))}", times, each.seconds[0][0])
     console.print(grid)
     if table.assumed:
         console.print(f" not measured, so assumed: {', '.join(ASSUMED[each] for each in table.assumed)}")

@@ -121,7 +121,7 @@ def unknown_key(key: str, config: type[BaseModel]) -> str:
         given = given.rpartition(".")[0]
     first, _, rest = key.partition(".")
     section, name = (given, key.removeprefix(f"{given}.")) if given else (nearest(first, top), rest)
-    elsewhere = [f"{path}.{name}" for path, names in known.items() if name in names]
+    elsewhere = [f"{path}.{name or key}" for path, names in known.items() if (name or key) in names]
     if section and (near := nearest(name, known[section])):
         return f"{text}; did you mean {section}.{near}?"
     if section and not given:

@@ -190,7 +190,16 @@ class PrecisionSection(Section):
     deterministic: bool = True
     """use kernels whose results are bit-identical in every run, at some cost in speed"""
 
+    kernels: Literal["auto", "torch", "triton", "cudnn"] = "auto"
+    """implementations that GPUs run (docs/performance.md). auto: the fastest ones by `pentad calibrate CONFIG`, else
+    those that usually are; torch: the references that kernels are tested against, slow, to tell a kernel's fault from a
+    model's; triton: pentad's own kernels wherever there is one; cudnn: cuDNN's attention, where that serves all of the
+    run's"""
+
     def rules(self) -> Iterator[Broken]:
+        if self.kernels == "cudnn" and self.deterministic:
+            found = "cudnn with precision.deterministic = true, but cuDNN's backward adds in any order"
+            yield Broken("kernels", "auto or triton, or deterministic = false", found)
         if self.fp8_scaling == "delayed" and self.matmul != "fp8-tensor":
             found = f"delayed with precision.matmul = {self.matmul}"
             yield Broken("fp8_scaling", "current, or matmul = fp8-tensor, which has a scale per tensor", found)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.simulate.rates import Rates
+from pentad.schedules.simulate.rates import KernelTimes, Rates
 
 CPU = "CPU"  # the name of ranks without a GPU
 MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".peer_issue", ".layer_issue", ".tp_hidden"), ".products_8bit"
@@ -21,7 +21,7 @@ MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".peer_issue", ".layer_issue"
 class RateTable(BaseModel):
     """`gpu` is the name that CUDA has for it, or CPU; `measured` the date, `ranks` the number of ranks and hosts, and
     `assumed` names the rates that could not be measured with those. `refined` are the runs whose measured costs have
-    changed the rates since."""
+    changed the rates since. `kernels` are timings of all configurations that this GPU was calibrated for."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -32,6 +32,7 @@ class RateTable(BaseModel):
     assumed: tuple[str, ...]
     rates: Rates
     refined: tuple[str, ...] = ()
+    kernels: tuple[KernelTimes, ...] = ()
 
 
 def place_of(gpu: str) -> Path:
@@ -94,6 +95,7 @@ def _read(path: Path, gpu: str, key: str, written: int) -> RateTable:
     if table.gpu != gpu:
         raise PentadError(f"{expected} (it is of {table.gpu})")
     figures = table.model_dump()["rates"] | {"source": None, "host_order": None}
+    figures["kernels"] = [[seconds for _, seconds in each.seconds] for each in table.kernels] or None
     if wrong := _impossible(figures, "rates"):
         raise PentadError(f"{expected} ({wrong})")
     return table

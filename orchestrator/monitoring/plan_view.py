@@ -89,6 +89,7 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         "batch": f"{sequences} = {batch.tokens:,} tokens a step",
         "mesh": f"{plan.mesh}: {plan.mesh.size} ranks, {plan.dtype} on {device}{_transport_text(plan)}{graphs}",
     }
+    facts |= _kernel_facts(plan)
     if plan.expert_slots:
         sent = f"{plan.expert_slots:,} of a rank's {plan.slice_tokens:,} tokens"
         facts["slots"] = f"for {sent} to each other one's experts"
@@ -133,6 +134,29 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
     for name, fact in facts.items():
         table.add_row(f" {name}", fact)
     return table
+
+
+OPERATIONS = {"grouped_gemm": "experts' products", "grouped_gemm_transposed": "those of experts in B"}
+
+
+def _kernel_facts(plan: Plan) -> dict[str, str]:
+    """For the table of `pentad plan`, what GPUs run by configuration or measurement; empty if the usual kernels."""
+    name, measured = plan.kernels
+    if plan.device == "cpu" or (name == "auto" and not measured):
+        return {}
+    if name != "auto":
+        words = {
+            "torch": "torch's references of all operations, which are slow",
+            "triton": "pentad's in Triton wherever there is one",
+            "cudnn": "cuDNN's for attention",
+        }
+        return {"kernels": words[name]}
+    texts = dict[str, list[str]]()
+    for (op, *_), kernel in measured:
+        phase = "attention's B" if "backward" in str(op) else "attention's F"
+        texts.setdefault(OPERATIONS.get(str(op), phase), []).append(kernel)
+    uses = ", ".join(f"{' and '.join(kernels)} for {what}" for what, kernels in texts.items())
+    return {"kernels": f"{uses}, as measured"}
 
 
 def _shards_text(plan: Plan) -> str:

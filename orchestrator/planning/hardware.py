@@ -14,10 +14,10 @@ from pathlib import Path
 from pentad.orchestrator.config.errors import nearest
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.gpus.measured import MEASURED, measured_gpu
-from pentad.orchestrator.gpus.rate_table import CPU, place_of, read_rates
+from pentad.orchestrator.gpus.rate_table import CPU, place_of, read_rates, read_table
 from pentad.orchestrator.gpus.table import ASSUMED_GPU, GB, GPUS, Gpu
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.simulate.rates import HOST_ORDER, AttentionRates, ExpertRates, Link, Links, Rates
+from pentad.schedules.simulate.rates import HOST_ORDER, AttentionRates, ExpertRates, KernelTimes, Link, Links, Rates
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Experts, Scaling
 
@@ -101,12 +101,23 @@ def launched(rates: Rates) -> Rates:
 
 def _rates_for(section: ClusterSection, device: str) -> Rates:
     gpu = CPU if device == "cpu" else gpu_of(section)
+    place = _table_place(section, gpu)
+    return rates_of(device, gpu) if place is None else read_rates(place[0], gpu, place[1])
+
+
+def kernel_times(section: ClusterSection) -> tuple[KernelTimes, ...]:
+    """What implementations take on the GPU of plans, by the table that they take rates from; () without one."""
+    gpu = gpu_of(section)
+    place = _table_place(section, gpu)
+    return () if place is None else read_table(place[0], gpu, place[1]).kernels
+
+
+def _table_place(section: ClusterSection, gpu: str) -> tuple[Path, str] | None:
+    """The file of a device's table, and what says so; None: the rates of its data sheet count."""
     if section.rates not in ("auto", "builtin"):
-        return read_rates(Path(section.rates).expanduser(), gpu)
+        return Path(section.rates).expanduser(), "cluster.rates"
     path = place_of(gpu)
-    if section.rates == "builtin" or not path.exists():
-        return rates_of(device, gpu)
-    return read_rates(path, gpu, "cluster.rates is auto, which")
+    return None if section.rates == "builtin" or not path.exists() else (path, "cluster.rates is auto, which")
 
 
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).

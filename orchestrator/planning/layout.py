@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece, piece_of, wide_bytes
+from pentad.orchestrator.activations.kernel_choice import Shape, kernel_shapes
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import compute_seconds, guess_costs
 from pentad.orchestrator.planning.hardware import gpu_of, links_of, ranks_on_host, rates_for, rates_of
@@ -23,6 +24,7 @@ from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.events import acyclic_events
+from pentad.schedules.simulate.rates import KernelChoice
 from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
 from pentad.schedules.spec.mesh import Axis, Mesh
@@ -199,8 +201,21 @@ def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None
     found = Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu, recompute_fraction=fraction)
     slots = slots_for(config, mesh, device, found.tokens)
     return found._replace(
-        logit_rows=logit_rows(config, mesh, found.dtype), expert_slots=slots, zero_shards=config.zero.shards or 0
+        logit_rows=logit_rows(config, mesh, found.dtype),
+        expert_slots=slots,
+        zero_shards=config.zero.shards or 0,
+        kernels=KernelChoice(config.precision.kernels),
     )
+
+
+def shapes_of(config: RunConfig, device: str) -> list[Shape]:
+    """The calls of a run whose implementations `pentad calibrate` measures."""
+    layout = config.layout()
+    if config.model.custom is not None or layout is None or config.data.balance == "dynamic":
+        return []
+    mask, deterministic = config.data.document_mask, config.precision.deterministic
+    piece = first_piece(config, device, layout.slices, None)._replace(document_mask=mask, deterministic=deterministic)
+    return kernel_shapes(config.model.spec, piece)
 
 
 def slots_for(config: RunConfig, mesh: Mesh, device: str, tokens: int) -> int:

@@ -6,10 +6,12 @@ import re
 from dataclasses import replace
 
 from pentad.orchestrator.activations.allocations import FP8_TILE
+from pentad.orchestrator.activations.kernel_choice import chosen_kernels
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.fp8_costs import in_8_bits, shared_in_8_bits
+from pentad.orchestrator.planning.hardware import kernel_times
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.simulate.rates import Rates
+from pentad.schedules.simulate.rates import KernelChoice, Rates
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
 from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
@@ -98,6 +100,12 @@ def require_fp8(plan: Plan, gpu: str) -> None:
             others = "precision.fp8_head = false, " if what.startswith("model.vocab") else others
             expected = f"expected a multiple of {FP8_TILE}, {others}or matmul = compute"
             raise PentadError(f"{matmul}, but {what} is {size}: {expected}")
+
+
+def with_kernels(config: RunConfig, plan: Plan) -> Plan:
+    """A plan with the kernels that its ranks use. Raises PentadError for those that they cannot."""
+    plan = replace(plan, kernels=KernelChoice(config.precision.kernels))
+    return replace(plan, kernels=chosen_kernels(plan, kernel_times(config.cluster) if plan.device == "cuda" else ()))
 
 
 def _sizes(plan: Plan, fp8: Fp8Spec) -> dict[str, int]:

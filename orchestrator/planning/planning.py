@@ -31,7 +31,7 @@ from pentad.orchestrator.planning.layout import (
     split,
 )
 from pentad.orchestrator.planning.memory_tiers import choose_tiers
-from pentad.orchestrator.planning.numerics import fp8_spec, optimizer_spec, require_fp8
+from pentad.orchestrator.planning.numerics import fp8_spec, optimizer_spec, require_fp8, with_kernels
 from pentad.schedules.compiler import compile_forward_only, compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -119,6 +119,7 @@ def _with_graphs(wanted: bool | None, plan: Plan, costs: Costs, room: DeviceMemo
     by_nccl = [each for each in LAYER_AXES if getattr(plan.mesh, each) > 1 and plan.transport_along(each) == "nccl"]
     reasons = {
         "CPU ranks": plan.device == "cpu",
+        "precision.kernels = torch, whose references wait for the GPU": plan.kernels.name == "torch",
         "model.custom, whose backward is that of autograd": plan.model.custom is not None,
         "memory.offload_fraction, since what comes back lies elsewhere": any(plan.offload),
         "data.document_mask, since every step has other documents": plan.data.document_mask,
@@ -274,7 +275,7 @@ def draft(
     require_fp8(plan, config.cluster.gpu or gpu_name())
     if config.data.balance == "dynamic":
         require_groups(config, model, program)
-    return replace(plan, batch=divided(config, plan))
+    return with_kernels(config, replace(plan, batch=divided(config, plan)))
 
 
 def _eval(config: RunConfig, program: Program, costs: Costs, options: MemoryOptions, *, gated: bool) -> EvalSpec | None:

@@ -40,7 +40,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.units import place_units
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.rates import Rates
+from pentad.schedules.simulate.rates import KernelChoice, Rates
 from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import split_layers_into_units
@@ -129,7 +129,10 @@ class Work:
         found = Piece(*sizes, self.dtype, "cuda", slices, mesh, method, fp8=self.fp8, gpu=self.gpu)
         slots = slots_for(self.config, mesh, "cuda", found.tokens)
         return found._replace(
-            logit_rows=logit_rows(self.config, mesh, self.dtype), expert_slots=slots, zero_shards=self.zero_shards
+            logit_rows=logit_rows(self.config, mesh, self.dtype),
+            expert_slots=slots,
+            zero_shards=self.zero_shards,
+            kernels=KernelChoice(self.config.precision.kernels),
         )
 
     def layout(self, mesh: Mesh, microbatches: int, order: Order, unit_layers: int | None, *, by_layer: bool) -> Layout:

@@ -7,11 +7,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
-from typing import Any
+from typing import Any, NamedTuple
 
 # Outermost first: replicas communicate once a step only.
 HOST_ORDER = ("dp", "pp", "ep", "cp", "tp")
+NOTABLY = 1.02  # times as fast: less is noise, and every change of a kernel changes the last bits of results
 Curve = tuple[tuple[float, float], ...]  # (size, rate) in ascending order of sizes, not empty
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Seconds of the implementations of an operation, of which the first one usually is the fastest (kernels/). `sizes`
+    are those of a rank: of attention sequences, tokens of one, heads, key-value heads, and the widths of queries and of
+    values; of grouped products rows, experts, n and k."""
+
+    op: str
+    sizes: tuple[int, ...]
+    seconds: tuple[tuple[str, float], ...]
+
+    @property
+    def key(self) -> tuple[str | int, ...]:
+        """What kernels look up: without the numbers of tokens."""
+        return self.op, *(self.sizes[2:] if "attention" in self.op else self.sizes[1:])
+
+    @property
+    def fastest(self) -> str:
+        """The usual one, unless another takes NOTABLY less."""
+        usual, least = self.seconds[0], min(self.seconds, key=lambda each: each[1])
+        return least[0] if NOTABLY * least[1] < usual[1] else usual[0]
+
+
+class KernelChoice(NamedTuple):
+    """What ranks use (precision.kernels): 'auto', the `measured` ones by the keys of KernelTimes, and otherwise those
+    that usually are the fastest; or 'torch', 'triton' or 'cudnn'."""
+
+    name: str = "auto"
+    measured: tuple[tuple[tuple[str | int, ...], str], ...] = ()
+
+    def of(self, key: tuple[str | int, ...]) -> str:
+        """The measured one, '' if nothing is known."""
+        return dict(self.measured).get(key, "")
+
+
+USUAL_KERNELS = KernelChoice()
 
 
 @dataclass(frozen=True)

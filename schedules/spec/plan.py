@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
-from pentad.schedules.simulate.rates import Rates
+from pentad.schedules.simulate.rates import USUAL_KERNELS, KernelChoice, Rates
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpMethod
 from pentad.schedules.spec.data import DataSpec
@@ -53,8 +53,8 @@ class Plan:
     rank; empty: all are on one.
 
     `data` is what is trained on, and `eval` what the run evaluates, if anything. `seed` is the run's only source of
-    randomness. `deterministic` asks for bit-reproducible kernels. With `cuda_graphs` compute is launched as it was
-    captured in an earlier step.
+    randomness. `deterministic` asks for bit-reproducible kernels, of which ranks run the implementations that `kernels`
+    names. With `cuda_graphs` compute is launched as it was captured in an earlier step.
 
     `recompute[stage]` is a mode or names of parts of layers (schedules/passes/recompute.py); empty means none
     everywhere. Of parts that work on rows only the share `recompute_fraction` is recomputed, the last rows. Logits are
@@ -113,6 +113,7 @@ class Plan:
     replicate_every: int = 0
     notice: str | None = None
     profile_steps: tuple[int, ...] = ()
+    kernels: KernelChoice = USUAL_KERNELS
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import Pentad
 
-from pentad.orchestrator.gpus.rate_table import read_rates
+from pentad.orchestrator.gpus.rate_table import read_rates, read_table
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.hardware import gpu_name
 
@@ -26,7 +26,9 @@ def test_gpus_attain_much_of_their_data_sheet_and_small_work_less(pentad: Pentad
     status, out, err = pentad("calibrate", "--json", "--out", str(path))
     assert status == 0 and time.monotonic() - began < 180, err
     assert json.loads(out)["assumed"] == ["inter_host"]
-    rates = read_rates(path, gpu_name())
+    rates, kernels = read_rates(path, gpu_name()), read_table(path, gpu_name()).kernels
+    assert [each.op for each in kernels] == ["attention", "attention_backward_deterministic"]
+    assert all(1e-6 < seconds < 1e-2 for each in kernels for _, seconds in each.seconds)
     assert 0.4 < rates.flops / sheet.bf16 < 1.05 and rates.products[0][1] < rates.flops
     assert 0.5 < rates.memory / sheet.bandwidth < 1.05
     assert rates.products_8bit[-1][1] > rates.flops

@@ -1,6 +1,7 @@
 """Measures the rates of a rank's device and of its links, together with the other ranks, for `pentad calibrate`.
 
-`python -m pentad.workers.health.calibration DEVICE GPU ADDRESS RANK HOST,HOST,...` with the number of each rank's host.
+`python -m pentad.workers.health.calibration DEVICE GPU ADDRESS RANK HOST,HOST,... CALLS` with the number of each rank's
+host, and the calls whose implementations are measured, op and sizes of each as JSON.
 Rank 0 prints a line of JSON for each measurement, and last one with the rates; hosts have as many ranks each.
 """
 
@@ -8,13 +9,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from pentad.workers.health.device_rates import SIZES, Clock, measure_device, num_device_timings
+from pentad.workers.health.device_rates import SIZES, Clock, Tensors, measure_device, num_device_timings
 from pentad.workers.health.host_rates import measure_layer, measure_pairs
+from pentad.workers.health.kernel_times import Shape, measure_kernels
 from pentad.workers.health.link_rates import KINDS, PEER_KINDS, measure_group, measure_peers
 from pentad.workers.parallel.process_groups import join_store
 from pentad.workers.runtime.rank_setup import prepare_device
@@ -22,16 +25,19 @@ from pentad.workers.runtime.rank_setup import prepare_device
 TIMEOUT = 100.0  # seconds to meet, and for an operation
 
 
-def calibrate(kind: str, gpu: int, address: str, rank: int, hosts: list[int]) -> dict[str, object]:
+def calibrate(
+    kind: str, gpu: int, address: str, rank: int, hosts: list[int], kernels: Sequence[Shape] = ()
+) -> dict[str, object]:
     """The fields of Rates, without a source; links as seconds by bytes, None for those that there are not. `layer` are
-    the host's seconds for F, B and W of a layer, `pair_layer` and `peer_layer` those on two ranks of a host."""
+    the host's seconds for F, B and W of a layer, `pair_layer` and `peer_layer` those on two ranks of a host. `kernels`
+    are KernelTimes."""
     device, sizes, size = prepare_device(kind, gpu), SIZES[kind], len(hosts)
     local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     alike = [other for other, host in enumerate(hosts) if hosts[:other].count(host) == hosts[:rank].count(hosts[rank])]
     done, links = 0, (len(local) > 1) + (len(alike) > 1)
     peers = len(local) > 1 and kind == "cuda"
     total = num_device_timings(sizes, device) + len(sizes.sent_bytes) * (links * len(KINDS) + peers * len(PEER_KINDS))
-    total += 1 + (len(local) > 1) + peers  # layers
+    total += 1 + (len(local) > 1) + peers + len(kernels)  # layers, and calls
 
     def report() -> None:
         nonlocal done
@@ -47,6 +53,7 @@ def calibrate(kind: str, gpu: int, address: str, rank: int, hosts: list[int]) ->
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
     clock = Clock(device, sizes.seconds, report)
     found = measure_device(sizes, device, clock)
+    found["kernels"] = measure_kernels(kernels, Tensors.of(device), Clock(device, sizes.seconds, lambda: None), report)
     if kind == "cuda":
         torch.cuda.empty_cache()
     found["gpu"] = torch.cuda.get_device_name(device) if kind == "cuda" else "CPU"
@@ -78,7 +85,8 @@ def _all_like(hosts: list[int], name: str) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    device_kind, number, meeting, own_rank, all_hosts = sys.argv[1:]
-    result = calibrate(device_kind, int(number), meeting, int(own_rank), list(map(int, all_hosts.split(","))))
+    device_kind, number, meeting, own_rank, all_hosts, calls = sys.argv[1:]
+    its_hosts = list(map(int, all_hosts.split(",")))
+    result = calibrate(device_kind, int(number), meeting, int(own_rank), its_hosts, json.loads(calls))
     if int(own_rank) == 0:
         print(json.dumps({"rates": result}), flush=True)

@@ -114,8 +114,7 @@ def has_blocks(device: torch.device) -> bool:
 
 def measure_device(sizes: Sizes, device: torch.device, clock: Clock) -> dict[str, object]:
     """The figures of Rates that are of one device; those of host memory as seconds by bytes."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    new = _Tensors(device, dtype)
+    new = Tensors.of(device)
     _warm_up(sizes, new, clock)
     launch = clock.seconds(_launch(new))
     wide, narrow = _products(sizes, new, clock)
@@ -132,17 +131,22 @@ def measure_device(sizes: Sizes, device: torch.device, clock: Clock) -> dict[str
     }
 
 
-class _Tensors:
+class Tensors:
     """New ones with random values: zeros take less power, and so less time."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
 
+    @classmethod
+    def of(cls, device: torch.device) -> Tensors:
+        """In the usual dtype of compute."""
+        return cls(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
 
 
-def _warm_up(sizes: Sizes, new: _Tensors, clock: Clock) -> None:
+def _warm_up(sizes: Sizes, new: Tensors, clock: Clock) -> None:
     tokens, n, k = sizes.products[-1]
     a, b, until = new(tokens, k), new(n, k), time.monotonic() + sizes.warm_up
     while time.monotonic() < until:
@@ -151,13 +155,13 @@ def _warm_up(sizes: Sizes, new: _Tensors, clock: Clock) -> None:
         clock.wait()
 
 
-def _launch(new: _Tensors) -> Work:
+def _launch(new: Tensors) -> Work:
     """One small kernel: on a GPU its host takes longer than it."""
     x, weight = new(8, 64), new(64)
     return lambda: rms_norm(x, weight, EPS)
 
 
-def _products(sizes: Sizes, new: _Tensors, clock: Clock) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+def _products(sizes: Sizes, new: Tensors, clock: Clock) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """By FLOPs: FLOP/s of the products of F, B and W, and as many times more in 8 bits as those of F are faster."""
     wide, narrow = [], []
     for tokens, n, k in sizes.products:
@@ -183,7 +187,7 @@ def _in_8_bits(x: Tensor, matrix: Tensor) -> Work:
     return partial(fp8_gemm, a, b, x.dtype)
 
 
-def _experts(sizes: Sizes, new: _Tensors, clock: Clock) -> list[dict[str, list[tuple[float, float]]]]:
+def _experts(sizes: Sizes, new: Tensors, clock: Clock) -> list[dict[str, list[tuple[float, float]]]]:
     """By the mean rows of an expert, FLOP/s of F, B and W of experts: in the dtype of compute and, where the GPU has
     them, in 8 bits with scales of blocks, without casts to these."""
     rows, n, k, counts = sizes.grouped
@@ -197,13 +201,12 @@ def _experts(sizes: Sizes, new: _Tensors, clock: Clock) -> list[dict[str, list[t
     return found
 
 
-def _grouped(rows: int, n: int, k: int, experts: int, new: _Tensors) -> Iterator[dict[str, Work]]:
+def _grouped(rows: int, n: int, k: int, experts: int, new: Tensors) -> Iterator[dict[str, Work]]:
     """F, B and W of grouped products with weights [experts, n, k]. Rows are routed at random, and so make no whole
     tiles of an expert."""
     x, dy, weights = new(rows, k), new(rows, n), new(experts, n, k)
     main = new(experts, n, k, dtype=torch.float32)
-    chosen = torch.randint(experts, (rows,), generator=torch.Generator().manual_seed(0))
-    offsets = torch.bincount(chosen, minlength=experts).cumsum(0).to(new.device, torch.int32)
+    offsets = routed_offsets(rows, experts, new.device)
     yield {
         "forward": lambda: grouped_gemm(x, weights, offsets),
         "backward": lambda: grouped_gemm(dy, weights.transpose(1, 2), offsets),
@@ -211,6 +214,12 @@ def _grouped(rows: int, n: int, k: int, experts: int, new: _Tensors) -> Iterator
     }
     if has_blocks(new.device):
         yield _grouped_in_8_bits(main, dy, x, weights, offsets)
+
+
+def routed_offsets(rows: int, experts: int, device: torch.device) -> Tensor:
+    """Where the rows of experts end that as many tokens are routed to at random."""
+    chosen = torch.randint(experts, (rows,), generator=torch.Generator().manual_seed(0))
+    return torch.bincount(chosen, minlength=experts).cumsum(0).to(device, torch.int32)
 
 
 def _grouped_in_8_bits(main: Tensor, dy: Tensor, x: Tensor, weights: Tensor, offsets: Tensor) -> dict[str, Work]:
@@ -230,7 +239,7 @@ def _grouped_in_8_bits(main: Tensor, dy: Tensor, x: Tensor, weights: Tensor, off
     }
 
 
-def _attention(sizes: Sizes, width: int, new: _Tensors, clock: Clock) -> dict[str, object]:
+def _attention(sizes: Sizes, width: int, new: Tensors, clock: Clock) -> dict[str, object]:
     """As in training: heads of a packed projection, a backward that always adds in the same order."""
     tokens, hidden, _ = sizes.layer
     heads = max(1, hidden // width)
@@ -255,13 +264,13 @@ def _attention(sizes: Sizes, width: int, new: _Tensors, clock: Clock) -> dict[st
     return {"width": width, "forward": forwards, "backward": backwards}
 
 
-def _memory(sizes: Sizes, new: _Tensors, clock: Clock) -> float:
+def _memory(sizes: Sizes, new: Tensors, clock: Clock) -> float:
     source = new(sizes.elements)
     target = torch.empty_like(source)
     return 2.0 * source.nbytes / clock.seconds(lambda: target.copy_(source))
 
 
-def _elementwise(sizes: Sizes, new: _Tensors, clock: Clock) -> float:
+def _elementwise(sizes: Sizes, new: Tensors, clock: Clock) -> float:
     """Bytes/s of what F and B of a layer do besides products and attention, with the bytes that the planner counts."""
     tokens, hidden, ffn = sizes.layer
     width = sizes.widths[-1]
@@ -283,7 +292,7 @@ def _elementwise(sizes: Sizes, new: _Tensors, clock: Clock) -> float:
     return 2.5 * counted / clock.seconds(run)
 
 
-def _update(sizes: Sizes, new: _Tensors, clock: Clock) -> float:
+def _update(sizes: Sizes, new: Tensors, clock: Clock) -> float:
     master, first, second, gradient = (new(sizes.elements, dtype=torch.float32) for _ in range(4))
     scale = torch.ones(1, device=new.device)
     if new.dtype == torch.bfloat16:

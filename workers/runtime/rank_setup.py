@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from pentad.kernels import backend
 from pentad.schedules.ir.instruction import instructions_of
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
@@ -82,6 +83,11 @@ def prepare_device(kind: str, gpu: int, *, graphs: bool = False) -> torch.device
     if graphs:
         torch.cuda.set_stream(stream_of(device, "compute"))
     return device
+
+
+def use_kernels(plan: Plan) -> None:
+    """Those of the plan, in this process."""
+    backend.use_kernels(backend.KernelsInUse(plan.kernels.name, dict(plan.kernels.measured)))
 
 
 def reserve(

@@ -73,6 +73,7 @@ class Runner:
     ) -> None:
         self.plan, self.rank, self.generation = plan, rank, generation
         self.device, self.fence_flag = rank_setup.prepare_device(plan.device, gpu, graphs=plan.cuda_graphs), Fence()
+        rank_setup.use_kernels(plan)
         self.progress: ProgressFile = previous.progress if previous else ProgressFile(progress, generation)
         self.progress.begin_generation(generation)
         self.state: RankState = RankState(plan, rank, self.device, previous.state if previous else None)

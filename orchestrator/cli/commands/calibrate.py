@@ -26,12 +26,13 @@ def calibrate(
     out: Annotated[Path | None, Option(help="The table (default: one for this GPU in ~/.cache/pentad/rates).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure GPUs and links, here or on two nodes of CONFIG's cluster, and write the rates that plans use."""
+    """Measure GPUs, links, and the kernels of CONFIG's shapes, here or on two nodes of its cluster, for plans."""
     if run is not None:
         if words:
             raise PentadError(f"--from is {run} beside '{words[0]}': expected no configuration")
         return _refine(run, out, as_json=as_json)
     from pentad.orchestrator.calibration.calibrate import calibrate as measure
+    from pentad.orchestrator.calibration.calibrate import with_earlier
     from pentad.orchestrator.calibration.view import show_table
     from pentad.orchestrator.config.config import load
     from pentad.orchestrator.gpus.rate_table import place_of, require_place, write_table
@@ -40,7 +41,7 @@ def calibrate(
     require_place(out or place_of("table"))
     table = measure(config, _progress)
     path = out or place_of(table.gpu)
-    write_table(table, path)
+    write_table(with_earlier(table, path), path)
     seconds = time.monotonic() - began
     if as_json:
         print(json.dumps({"path": str(path), "seconds": seconds, **table.model_dump(mode="json")}))

@@ -31,9 +31,9 @@ POINTS = [(2.0**12, 1e-5 + 2.0**12 / 2.5e9), (2.0**20, 1e-5 + 2.0**20 / 2.5e9)] 
 LINKS = dict.fromkeys(KINDS, POINTS)
 PROBE = """
 import json, os, sys, time
-device, gpu, address, rank, hosts = sys.argv[1:]
+device, gpu, address, rank, hosts, calls = sys.argv[1:]
 with open(os.path.join({folder!r}, rank), "x") as file:
-    json.dump([device, gpu, address, hosts], file)
+    json.dump([device, gpu, address, hosts, calls], file)
 {fault}
 print("a library says something")
 print(json.dumps(dict(done=1, total=2)), flush=True)
@@ -47,7 +47,7 @@ def measured(gpu: str = "CPU", **links: Any) -> dict[str, Any]:
     names = ("products", "products_8bit", "experts", "attention", "memory", "elementwise", "update", "launch")
     found = {name: assumed[name] for name in names} | dict.fromkeys(("intra_host", "inter_host", "peer"))
     found |= {"layer": [1e-3, 2e-3, 1e-3], "pair_layer": [2e-3, 4e-3, 1e-3], "peer_layer": None}
-    return json.loads(json.dumps(found | {"host_memory": POINTS, "gpu": gpu} | links))
+    return json.loads(json.dumps(found | {"host_memory": POINTS, "gpu": gpu, "kernels": []} | links))
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_the_ranks_of_this_machine_measure_together_and_the_table_says_what_they
     status, out, err = pentad("calibrate", "mesh.pp=4", "cluster.device=cpu", "--out", "table.json")
     assert (status, err) == (0, "")
     called = calls(tmp_path)
-    assert set(called) == {0, 1} and called[0] == ["cpu", "0", called[1][2], "0,0"] and called[1][1] == "1"
+    assert set(called) == {0, 1} and called[0] == ["cpu", "0", called[1][2], "0,0", "[]"] and called[1][1] == "1"
     lines = [line.split() for line in out.splitlines()]
     assert lines[0] == ["CPU:", "2", "ranks", "on", "1", "host"] and lines[1] == ["measured", "assumed", "without"]
     sent = next(line for line in lines if line[:4] == ["all_to_all", "on", "a", "host"])
@@ -118,20 +118,20 @@ def test_a_rank_that_fails_or_hangs_is_one_sentence(
     monkeypatch.setattr(ranks, "LIMIT", 60.0 if "exit" in fault else 1.0)
     probe({}, fault)
     with pytest.raises(PentadError, match=f"^{sentence}$"):
-        run_ranks("cpu", {1: -1}, "127.0.0.1:1", [0, 0])
+        run_ranks("cpu", {1: -1}, "127.0.0.1:1", [0, 0], [])
 
 
 def test_rank_0_reports(probe: Any) -> None:
     probe({"memory": 1.0})
     reported: list[tuple[int, int]] = []
-    found = run_ranks("cpu", {0: -1}, "h:1", [0], lambda done, total: reported.append((done, total)))
+    found = run_ranks("cpu", {0: -1}, "h:1", [0], [], lambda done, total: reported.append((done, total)))
     assert found == {"memory": 1.0} and reported == [(1, 2)]
 
 
 def test_ranks_on_other_hosts_find_nothing_here(probe: Any, tmp_path: Path) -> None:
     probe({"memory": 1.0})
-    assert run_ranks("cuda", {2: 5}, "h:1", [0, 0, 1]) is None
-    assert calls(tmp_path) == {2: ["cuda", "5", "h:1", "0,0,1"]}
+    assert run_ranks("cuda", {2: 5}, "h:1", [0, 0, 1], [("attention", (1, 2, 4, 4, 8, 8))]) is None
+    assert calls(tmp_path) == {2: ["cuda", "5", "h:1", "0,0,1", '[["attention", [1, 2, 4, 4, 8, 8]]]']}
 
 
 @pytest.fixture
@@ -162,8 +162,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRay]:
 def test_as_many_ranks_of_the_two_fullest_nodes_measure(cluster: LocalRay, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[dict[int, int], list[int]]] = []
 
-    def run(device: str, gpus: dict[int, int], address: str, hosts: list[int]) -> dict[str, Any] | None:
+    def run(device: str, gpus: dict[int, int], address: str, hosts: list[int], kernels: Any) -> dict[str, Any] | None:
         assert device == "cuda" and address.startswith("127.0.0.1:")
+        assert [op for op, _ in kernels] == ["attention", "attention_backward_deterministic"]
         started.append((gpus, hosts))
         return measured("NVIDIA H200", intra_host=LINKS, inter_host=LINKS) if 0 in gpus else None
 
