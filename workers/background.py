@@ -20,12 +20,16 @@ def in_background(function: Callable[[], T]) -> Future[T]:
         thread.shutdown(wait=False)
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
-    """What a function returns. Raises TimeoutError if it takes longer, and leaves it behind in its thread, which ends
-    with the process."""
+def in_daemon(function: Callable[[], T]) -> Future[T]:
+    """Runs a function, which may never return, in a thread of its own, which ends with the process."""
     result = Future[T]()
     threading.Thread(target=answer, args=(function, result), daemon=True).start()
-    return result.result(seconds)
+    return result
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """What a function returns. Raises TimeoutError if it takes longer, and leaves it behind in its thread."""
+    return in_daemon(function).result(seconds)
 
 
 def answer(function: Callable[[], T], result: Future[T]) -> None:

@@ -39,7 +39,7 @@ class RunFiles:
     def __init__(self) -> None:
         self.note: Callable[[str], object] = lambda text: None
         self.waiting: deque[Change] = deque()
-        self.lock = threading.RLock()
+        self.lock, self.syncing = threading.RLock(), threading.Lock()
         self.failed = 0  # most changes that have waited, since the disk last took all
         self.unsynced = set[Path]()  # to which lines were appended that a power cut could take
 
@@ -78,13 +78,20 @@ class RunFiles:
                 self.failed = 0
 
     def sync(self) -> None:
-        """Writes what waits, and has the disk keep what was appended. Raises PentadError if it does not."""
-        with self.lock:
-            self.flush()
-            for path in sorted(self.unsynced):
-                with reported(path), path.open("rb") as file:
-                    os.fsync(file.fileno())
-                self.unsynced.discard(path)
+        """Writes what waits, and has the disk keep what was appended, while others append. Raises PentadError if it
+        does not."""
+        with self.syncing:
+            with self.lock:
+                self.flush()
+                paths, self.unsynced = self.unsynced, set()
+            try:
+                for path in sorted(paths):
+                    with reported(path), path.open("rb") as file:
+                        os.fsync(file.fileno())
+            except BaseException:
+                with self.lock:
+                    self.unsynced |= paths
+                raise
 
     def _write(self, change: Change) -> None:
         if change.size is None:

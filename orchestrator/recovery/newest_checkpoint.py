@@ -23,6 +23,7 @@ from pentad.workers.checkpoint.checkpoint import (
 )
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.location import Location
+from pentad.workers.checkpoint.retention import delete_checkpoint
 
 RETRY_SECONDS = 0.05
 T = TypeVar("T")
@@ -35,6 +36,15 @@ class NewestIntact:
         """`restart`: that all checkpoints are damaged is no error."""
         self.bus, self.seconds, self.restart = bus, seconds, restart
         self.damaged: dict[Location, str] = {}  # as the driver has read them, and why
+
+    def saved(self) -> list[int]:
+        """Steps of the checkpoints that count, lowest first."""
+        return self._answered(partial(looked_up, self.bus.folder.saved, self.seconds))
+
+    def delete(self, step: int) -> None:
+        """Deletes a checkpoint. Raises PentadError if storage cannot do that, or stands still."""
+        limit = max(self.seconds, self.bus.folder.config.checkpoint.hang_seconds)
+        looked_up(partial(delete_checkpoint, self.bus.folder.checkpoint(step)), limit)
 
     def find(self) -> Checkpoint | None:
         """Renames newer ones that are damaged. Raises as `recover` does, and if those are gone that the run has had."""

@@ -36,7 +36,7 @@ from pentad.orchestrator.recovery.spares import Spares
 from pentad.orchestrator.search.replanned_order import EVENT
 from pentad.schedules.spec.mesh import numbered
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.checkpoint import Start, Unreadable, complete_folders, has_manifest
+from pentad.workers.checkpoint.checkpoint import Start, Unreadable, complete_folders
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.replication.source import CopySource
 
@@ -304,7 +304,7 @@ class Regroup:
         that hold it."""
         began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)
         newest = self._newest(restart=True)
-        if has_manifest(path):
+        if state.version in newest.saved():
             if newest.is_intact(path):
                 return
             newest.find()

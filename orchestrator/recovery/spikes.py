@@ -14,7 +14,6 @@ from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.retention import rollback_target
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start, read_manifest
-from pentad.workers.checkpoint.retention import delete_checkpoint
 
 Skipped = tuple[tuple[int, int], ...]  # batches left out, as for `batch_of`
 
@@ -52,9 +51,11 @@ def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) 
 
     Restores the newest checkpoint of at most this many steps and returns its steps: a fault may have prevented that of
     the target, and the steps between give the same bits again. Later checkpoints are deleted, because their steps no
-    longer count. Raises PentadError after too many rollbacks to the same step, and without such a checkpoint.
+    longer count. Raises PentadError after too many rollbacks to the same step, without such a checkpoint, and if
+    storage does not answer.
     """
-    target, saved = rollback_target(config, spike), bus.folder.saved()
+    newest = NewestIntact(bus, config.cluster.start_timeout_seconds, restart=False)
+    target, saved = rollback_target(config, spike), newest.saved()
     assert target is not None
     skipped = (*group.skipped_batches, (target, spike + 1 - target))
     if (times := sum(first == target for first, _ in skipped)) > config.spikes.max_consecutive:
@@ -65,8 +66,7 @@ def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) 
         raise PentadError(f"{found}: expected one, as spikes.policy = rollback keeps from the start of a run")
     for step in sorted(saved, reverse=True):  # whichever is the newest one if this is cut short, the spike follows it
         if step > target:
-            delete_checkpoint(bus.folder.checkpoint(step))
-    newest = NewestIntact(bus, config.cluster.start_timeout_seconds, restart=False)
+            newest.delete(step)
     checkpoint = newest.find()
     assert checkpoint is not None  # or it has raised
     # In this order: a run that is killed in between meets the same spike again.

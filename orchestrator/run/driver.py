@@ -192,7 +192,7 @@ def _run_in_turn(
     first = saved = bus.view.step if parked else start.step
     if parked is not None:
         saved = max((step for step in saved_steps(bus) if step <= first), default=-1)
-    elif rollback_target(config, first) == 0 and first not in bus.folder.saved():
+    elif rollback_target(config, first) == 0 and first not in saved_steps(bus):
         saved = -1  # the initial weights are something to go back to as well
     saved_at, shown, hanging = time.monotonic(), None, None
     while True:

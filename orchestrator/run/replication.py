@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.group import Refs, Tick
 from pentad.orchestrator.monitoring.event_bus import EventBus
+
+if TYPE_CHECKING:
+    from pentad.workers.replication.replicator import SentPart
 
 COMMIT_SECONDS = 5.0  # for the answers to a commit
 
@@ -29,6 +32,7 @@ class Replication:
         self.every, self.copies, self.bus = every, copies, bus
         self.attempted = -1  # steps in the newest copy submitted
         self.copied = -1  # and in the one that counts
+        self.made = 0  # copies that have counted
         self.most_meanwhile = 0  # steps that have run while a copy was made
         self.making: Transfer | None = None
         self.committing: Refs = {}  # the answers to the newest commit
@@ -83,18 +87,22 @@ class Replication:
             self.bus.display.note(f"no copy of step {making.step} in memory, training continues: {problem}")
             return
         self.committing = self.copies.commit(making.step)
-        seconds, meanwhile = round(time.monotonic() - making.began, 3), done - making.step
+        self.copied, self.made = making.step, self.made + 1
+        self._note(facts, answers, round(time.monotonic() - making.began, 3), done - making.step)
+
+    def _note(self, facts: dict[str, Any], parts: Sequence[SentPart], seconds: float, meanwhile: int) -> None:
+        """Says what the newest copy took: the journal has the first one, the second, fourth, eighth and so on."""
         if meanwhile > max(self.every, self.most_meanwhile):
-            text = f"the copy of step {making.step} in memory took {seconds:.1f} s, and {meanwhile} steps ran meanwhile"
+            text = f"the copy of step {self.copied} in memory took {seconds:.1f} s, and {meanwhile} steps ran meanwhile"
             now = f"elastic.replicate_every is {self.every}: with as few steps copies are made one after the other"
             self.bus.display.note(f"{text}, which a lost rank would cost; {now}")
         self.most_meanwhile = max(self.most_meanwhile, meanwhile)
-        if self.copied < 0:
-            size, near = sum(answer.bytes for answer in answers), self.copies.num_on_the_same_node
-            holders = list(self.copies.holders)
-            took = {"seconds": seconds, "steps_meanwhile": meanwhile, "bytes": size}
-            self.bus.record("copies", **facts, **took, holders=holders, on_the_same_node=near)
-            if near:
-                text = f"the state of {near} of {len(holders)} ranks is copied to ranks of the same node"
-                self.bus.display.note(f"{text}: that protects from the loss of ranks, not of the node")
-        self.copied = making.step
+        holders, near = list(self.copies.holders), self.copies.num_on_the_same_node
+        if self.made & (self.made - 1) == 0:
+            snapshot, transfer = (round(max(each), 3) for each in zip(*(part[1:] for part in parts), strict=True))
+            facts |= {"seconds": seconds, "snapshot_seconds": snapshot, "transfer_seconds": transfer}
+            facts |= {"steps_meanwhile": meanwhile, "bytes": sum(part.bytes for part in parts)}
+            self.bus.record("copies", **facts, holders=holders, on_the_same_node=near)
+        if self.made == 1 and near:
+            text = f"the state of {near} of {len(holders)} ranks is copied to ranks of the same node"
+            self.bus.display.note(f"{text}: that protects from the loss of ranks, not of the node")

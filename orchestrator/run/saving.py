@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -17,14 +18,18 @@ from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.recovery.retention import kept_steps
 from pentad.orchestrator.run.bit_checks import BitChecks
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.background import in_daemon
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.runtime.results import Committed, WrittenShards
+
+SYNC_SECONDS = 0.5  # in which a disk that works has taken lines; the ranks have more steps to do than that
+POLL_SECONDS = 0.1
 
 
 class Save(NamedTuple):
     """A checkpoint after `step` steps, with these facts for the journal: in turn, all ranks of a generation write it,
-    one commits it, and the same prunes older ones; or it discards what was written. Nobody waits any more for one that
-    `hangs`."""
+    the disk of the run's folder takes the records of its steps (`synced`), one rank commits it, and the same prunes
+    older ones; or it discards what was written. Nobody waits any more for one that `hangs`."""
 
     refs: Refs
     step: int
@@ -32,6 +37,7 @@ class Save(NamedTuple):
     generation: int
     phase: Literal["write", "commit", "prune", "discard"] = "write"
     facts: dict[str, Any] = {}  # noqa: RUF012
+    synced: Future[None] | None = None
     hangs: bool = False
 
 
@@ -86,6 +92,9 @@ class Saving:
         """`continue_` until the checkpoint is committed, has failed, or hangs."""
         with suppress(SaveHangs):
             while (save := self.current) is not None:
+                while save.synced is not None and not save.synced.done():
+                    self.group.ping(partial(self._tick, save))
+                    time.sleep(POLL_SECONDS)
                 self.current = self._next(save, done, required)
 
     def watch(self, statuses: dict[int, Status], done: int) -> None:
@@ -117,8 +126,10 @@ class Saving:
         self._note_failure(step, f"that of step {self.current.step} still hangs")
 
     def _hang(self) -> str:
-        seconds = self.config.checkpoint.hang_seconds
-        return f"{self.bus.folder.checkpoints} has taken nothing for checkpoint.hang_seconds = {seconds:g}"
+        assert self.current is not None
+        folder, synced = self.bus.folder, self.current.synced
+        where = folder.checkpoints if synced is None or synced.done() else folder.path
+        return f"{where} has taken nothing for checkpoint.hang_seconds = {self.config.checkpoint.hang_seconds:g}"
 
     def note_lost_rank(self) -> None:
         """A rank has failed, perhaps before it had written its part."""
@@ -128,7 +139,8 @@ class Saving:
                 self._note_failure(save.step, "a rank failed before all had written it")
 
     def _is_over(self, save: Save, done: int) -> bool:
-        return done >= save.step and self.checks.vouches_for(save.step) and self.group.is_ready(save.refs)
+        is_synced = save.synced is None or save.synced.done()
+        return done >= save.step and self.checks.vouches_for(save.step) and is_synced and self.group.is_ready(save.refs)
 
     def _next(self, save: Save, done: int, required: int | None) -> Save | None:
         """What follows once its ranks have answered; None: nothing. Storage that is full, away or cannot be read is
@@ -160,13 +172,17 @@ class Saving:
             raise PentadError(error)
         if done < save.step:
             return self._discarding(save)
-        self.bus.folder.files.sync()  # a run that resumes there has the records of all steps before
+        # A run that resumes there has the records of all steps before.
+        synced = save.synced or in_daemon(self.bus.folder.files.sync)
+        if not wait([synced], SYNC_SECONDS).done:
+            return save._replace(synced=synced)
+        synced.result()
         written = [answer for answer in answers if not isinstance(answer, str)]
         entries = [entry for answer in written for entry in answer.entries]
         snapshot = round(max(answer.snapshot_seconds for answer in written), 4)
         facts = {"bytes": sum(entry["bytes"] for entry in entries), "snapshot_seconds": snapshot, **save.facts}
         refs = self.group.submit_commit(self._path(save.step), save.step, entries)
-        return save._replace(refs=refs, phase="commit", facts=facts)
+        return save._replace(refs=refs, phase="commit", facts=facts, synced=synced)
 
     def _record(self, save: Save, committed: Committed) -> Save:
         self.saved_at = time.monotonic()
@@ -189,7 +205,7 @@ class Saving:
         return save._replace(refs=self.group.submit_beside("discard", self._path(save.step)), phase="discard")
 
     def _note_answers(self) -> None:
-        self.bus.display.note(f"{self.bus.folder.checkpoints} answers again: checkpoints are saved as usual")
+        self.bus.display.note("storage answers again: checkpoints are saved as usual")
 
     def _failed(self, save: Save, error: PentadError, required: int | None) -> Save | None:
         if self.requests.aborted:

@@ -51,6 +51,7 @@ KILL = [
     *("checkpoint.every=0", "checkpoint.every_seconds=0", "elastic.hang_seconds=5", "cluster.auth=disabled"),
     *("cluster.dashboard=false", "data.holdout=0", "eval.every=0"),
 ]
+COPY = ("step", "seconds", "snapshot_seconds", "transfer_seconds", "steps_meanwhile", "bytes")  # facts of the journal
 
 
 class Trial:
@@ -134,29 +135,40 @@ def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
                 if any("replicate_every" in word for word in overrides):
                     _wait(driver, printed, partial(_has_copies, run, generation))
                 _wait(driver, printed, partial(_has_steps, run, steps + args.steps))
+                before = _before(_metrics(run), _events(run, "copies"), generation)
                 at = time.time()
                 known = len(read_lines(run / "journal.jsonl"))
                 os.kill(each["pid"], signal.SIGKILL)
                 _wait(driver, printed, partial(_has_generation, run, generation + 1))
-                first = next(row for row in _metrics(run) if row["generation"] > generation)
-                recovered = _events(run, "recovered")[-1]
-                facts = {key: recovered[key] for key in ("how", "step", "steps_replayed", "seconds")}
-                events = read_lines(run / "journal.jsonl")[known:]
-                facts |= {"lost": [row["rank"] for row in events if row["event"] == "lost"]}
-                facts |= {"causes": [row["cause"] for row in events if "cause" in row]}
-                noticed = next(row["time"] for row in events if row["event"] == "lost") - at
-                rows.append({"rank": each["rank"], "noticed": noticed, "next_step": first["time"] - at, **facts})
+                rows.append({"rank": each["rank"], **_recovery(run, generation, at, known), **before})
                 print(json.dumps(rows[-1]), flush=True)
-            seconds = [round(row["step_seconds"], 3) for row in _metrics(run)]
-            plain = median(seconds[2:])
         finally:
             driver.send_signal(signal.SIGTERM)
             try:
                 driver.wait(60)
             except subprocess.TimeoutExpired:
                 driver.kill()
-    found = {"next_step": [row["next_step"] for row in rows], "step_seconds": plain, "seconds_of_steps": seconds}
-    return found | {"rows": rows}
+    plain = median(seconds for row in rows for seconds in row["seconds_of_steps"][2:])
+    return {"next_step": [row["next_step"] for row in rows], "step_seconds": plain, "rows": rows}
+
+
+def _before(metrics: list[dict[str, Any]], copies: list[dict[str, Any]], generation: int) -> dict[str, Any]:
+    """What a generation has done when one of its ranks is about to be killed: a recovery drops the rows of steps that
+    run again."""
+    steps = [round(row["step_seconds"], 3) for row in metrics if row["generation"] == generation]
+    made = [{fact: row[fact] for fact in COPY} for row in copies if row["generation"] == generation]
+    return {"seconds_of_steps": steps, "copies": made}
+
+
+def _recovery(run: Path, generation: int, at: float, known: int) -> dict[str, Any]:
+    """What followed a kill at the Unix second `at`, when the journal had `known` lines."""
+    first = next(row for row in _metrics(run) if row["generation"] > generation)
+    recovered = _events(run, "recovered")[-1]
+    facts = {key: recovered[key] for key in ("how", "step", "steps_replayed", "seconds")}
+    events = read_lines(run / "journal.jsonl")[known:]
+    lost = [row for row in events if row["event"] == "lost"]
+    facts |= {"lost": [row["rank"] for row in lost], "causes": [row["cause"] for row in events if "cause" in row]}
+    return {"noticed": lost[0]["time"] - at, "next_step": first["time"] - at, **facts}
 
 
 def _wait(driver: subprocess.Popen[bytes], printed: Path, holds: Callable[[], object]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +37,7 @@ from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.location import location
 from pentad.workers.lanes.progress_file import Progress
 from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies
+from pentad.workers.replication.replicator import SentPart
 from pentad.workers.replication.source import CopySource
 from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 
@@ -349,7 +349,7 @@ class SimRunner:
         if holder.stopped or holder.node.cut_off or self.process.node.cut_off:
             yield self.simulation.never  # until the generation ends
         holder.worker.copies.put(key, self.rank, CopyPart({}, data, None, lambda memory: None))
-        return SimpleNamespace(bytes=16, snapshot_seconds=0.0, transfer_seconds=0.0)
+        return SentPart(16, 0.0, 0.0)
 
     def hand_over(self, key: CopyKey, parts: dict[int, ParamShard], neighbours: int) -> None:
         self.simulation.reached("saving", self.process)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,7 +67,7 @@ def copy_requests(folder: Path) -> Iterator[Reader]:
 
     def message(request: Any, after: bytes = b"") -> bytes:
         text = json.dumps(request).encode()
-        return TOKEN + len(text).to_bytes(8, "little") + text + after
+        return len(text).to_bytes(8, "little") + text + after
 
     put = {
         "do": "put",
@@ -74,21 +76,26 @@ def copy_requests(folder: Path) -> Iterator[Reader]:
         "bytes": 64,
         "index": {"a": {"b": [{"dtype": "F32", "shape": [16]}, 0]}},
     }
+    chunk = {"do": "chunk", "room": 0, "start": 0, "bytes": 64}
     get = {"do": "get", "key": key, "owner": 0, "start": 0, "bytes": 64}
-    after = part.tobytes() + bytes(8)
+    after = part.tobytes() + zlib.crc32(part.tobytes()).to_bytes(4, "little")
+    seeds = [(b"", put, b""), (message(put), chunk, after), (message(put) + message(chunk, after), get, b"")]
 
     def requests(data: bytes, seed: int) -> bytes:
-        """Damaged JSON after its length."""
-        changed = damaged_tree(json.dumps(put if data.endswith(after) else get).encode(), seed)
-        return TOKEN + len(changed).to_bytes(8, "little") + changed + (after if data.endswith(after) else b"")
+        """Damaged JSON after its length, and after requests that are well."""
+        before, request, its = next(each for each in seeds if data == TOKEN + each[0] + message(*each[1:]))
+        changed = damaged_tree(json.dumps(request).encode(), seed)
+        return TOKEN + before + len(changed).to_bytes(8, "little") + changed + its
 
     def read(content: bytes) -> None:
+        server.server.numbers = itertools.count()
         _send(server.address, content)
         copies.forget()
         copies.spare.clear()
 
     try:
-        yield Reader((message(put, after), message(get)), (requests, requests, damaged_bytes), read)
+        whole = tuple(TOKEN + before + message(request, its) for before, request, its in seeds)
+        yield Reader(whole, (requests, requests, damaged_bytes), read)
     finally:
         server.close()
 

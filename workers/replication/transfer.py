@@ -4,18 +4,21 @@ Neither side takes part in a collective, so a transfer can neither block one nor
 dies, the other one gets an error. Whoever connects first sends the run's token, 32 bytes; then a request, as JSON
 after its length:
 
-    put   a part, with all of its bytes and their checksum after the request; the answer says that it is there
-    get   some bytes of a part, which are the answer
+    put     announces a part; the answer has the number of the room for it, which is there while the connection is
+    chunk   some bytes for a room, which follow, and then their CRC-32, 4 bytes, little-endian; the answer to the last
+            chunk of a part says that the part is there
+    get     some bytes of a part, which are the answer
 
-The checksum is the CRC-32 of the CRC-32s of the part's chunks of CHUNK_BYTES, in order, in 4 bytes each, little-endian.
-Each side computes them in threads beside the connection. What is read back from memory is compared with nothing.
+The chunks of a part travel over several connections, since one thread cannot keep a fast network busy; each connection
+takes the next one once its last has arrived. What is read back from memory is compared with nothing.
 
-The thread that moves bytes shares Python's lock with the one that trains: system calls move whole chunks.
+The threads that move bytes share Python's lock with the one that trains: system calls move whole chunks.
 """
 
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import socket
 import socketserver
@@ -24,7 +27,8 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,10 +38,9 @@ from pentad.workers.checkpoint.safetensors_header import Stored
 from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies, Index
 
 Check = Callable[[], None]  # raises if the transfer is no longer wanted
-Move = Callable[[socket.socket, memoryview, Check], None]
 
 CHUNK_BYTES = 16 << 20
-CRC_THREADS = 4  # of one connection
+CONNECTIONS = 4  # for a part
 POLL_SECONDS = 0.2  # between two checks while nothing moves
 CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 60.0  # without a byte, after which a connection is given up
@@ -73,12 +76,32 @@ def send_part(
     address: str, token: bytes, key: CopyKey, owner: int, index: Index, data: np.ndarray, check: Check
 ) -> None:
     """Stores a rank's part in the process at `address`; on return it is there. Raises OSError if that fails, and what
-    `check` raises meanwhile."""
+    `check` raises meanwhile, in any thread."""
     request = {"do": "put", "key": key, "owner": owner, "bytes": data.nbytes, "index": index}
-    with _connected(address, token) as peer:
+    chunks = range(0, data.nbytes, CHUNK_BYTES)
+    left = iter(chunks)
+
+    def send_chunks(room: int, connection: AbstractContextManager[socket.socket]) -> None:
+        try:
+            with connection as peer:
+                for start in left:
+                    chunk = data.data[start : start + CHUNK_BYTES]
+                    _send_message(peer, {"do": "chunk", "room": room, "start": start, "bytes": chunk.nbytes}, check)
+                    _send(peer, chunk, check)
+                    _send(peer, _CRC.pack(zlib.crc32(chunk)), check)
+                    _receive_answer(peer, check)
+        except BaseException:
+            for _ in left:  # the part has failed: nobody goes on
+                pass
+            raise
+
+    with _connected(address, token) as peer, ThreadPoolExecutor(CONNECTIONS) as threads:
         _send_message(peer, request, check)
-        _send(peer, _CRC.pack(_move(_send, peer, data.data, check)), check)
-        _receive_answer(peer, check)
+        room = _receive_answer(peer, check)["room"]
+        others = [threads.submit(send_chunks, room, _connected(address, token)) for _ in chunks[1:CONNECTIONS]]
+        send_chunks(room, nullcontext(peer))
+        for each in others:
+            each.result()
 
 
 class RemotePart:
@@ -125,10 +148,26 @@ def _set_up(peer: socket.socket) -> None:
         peer.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(part * 1e6)))
 
 
+@dataclass
+class _Room:
+    """Memory for a part of which `missing` bytes have not arrived. Whoever stores the last ones hands it to the
+    copies."""
+
+    key: CopyKey
+    owner: int
+    index: Index
+    data: np.ndarray
+    missing: int
+
+
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads, block_on_close, request_queue_size = True, False, 128
     copies: HostCopies
     token: bytes
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.rooms, self.changing, self.numbers = dict[int, _Room](), threading.Lock(), itertools.count()
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -137,35 +176,60 @@ class _Handler(socketserver.BaseRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        peer, copies = self.request, self.server.copies
+        peer, opened = self.request, list[int]()
         _set_up(peer)
-        with suppress(OSError, *_FOREIGN):  # the peer learns of it by the end of the connection
-            token = bytearray(TOKEN_BYTES)
-            _receive(peer, memoryview(token), _nothing)
-            if not hmac.compare_digest(bytes(token), self.server.token):
-                return
-            while (request := _receive_message(peer, _nothing)) is not None:
-                key = CopyKey(*request["key"])
-                if request["do"] == "put":
-                    self._put(peer, copies, key, request)
-                else:
-                    self._get(peer, copies, key, request)
-
-    def _put(self, peer: socket.socket, copies: HostCopies, key: CopyKey, request: dict[str, Any]) -> None:
-        copies.discard(request["owner"])  # a part of a copy that failed: its memory is for this one
         try:
-            data = copies.room(request["bytes"])
+            with suppress(OSError, *_FOREIGN):  # the peer learns of it by the end of the connection
+                token = bytearray(TOKEN_BYTES)
+                _receive(peer, memoryview(token), _nothing)
+                if not hmac.compare_digest(bytes(token), self.server.token):
+                    return
+                while (request := _receive_message(peer, _nothing)) is not None:
+                    match request["do"]:
+                        case "put":
+                            self._put(peer, request, opened)
+                        case "chunk":
+                            self._receive_chunk(peer, request)
+                        case "get":
+                            self._get(peer, self.server.copies, CopyKey(*request["key"]), request)
+        finally:
+            for number in opened:
+                self.server.rooms.pop(number, None)
+
+    def _put(self, peer: socket.socket, request: dict[str, Any], opened: list[int]) -> None:
+        copies, owner, size = self.server.copies, request["owner"], request["bytes"]
+        index = {file: {n: Stored(*stored) for n, stored in its.items()} for file, its in request["index"].items()}
+        copies.discard(owner)  # a part of a copy that failed: its memory is for this one
+        try:
+            room = _Room(CopyKey(*request["key"]), owner, index, copies.room(size), size)
         except PentadError as error:
             _send_message(peer, {"error": str(error)}, _nothing)
             return
-        crc, sent = _move(_receive, peer, data.data, _nothing), bytearray(_CRC.size)
-        _receive(peer, memoryview(sent), _nothing)
-        if _CRC.unpack(sent) != (crc,):
+        opened.append(number := next(self.server.numbers))
+        self.server.rooms[number] = room
+        self._has_arrived(number, room, 0)
+        _send_message(peer, {"room": number}, _nothing)
+
+    def _receive_chunk(self, peer: socket.socket, request: dict[str, Any]) -> None:
+        room, start, size = self.server.rooms[request["room"]], request["start"], request["bytes"]
+        chunk, crc = room.data.data[start : start + size], bytearray(_CRC.size)
+        if not 0 <= start <= start + size == start + chunk.nbytes:
+            raise ValueError(f"a chunk of {size} bytes at {start}")
+        _receive(peer, chunk, _nothing)
+        _receive(peer, memoryview(crc), _nothing)
+        if _CRC.unpack(crc) != (zlib.crc32(chunk),):
             _send_message(peer, {"error": "the bytes that arrived are not those that were sent"}, _nothing)
             return
-        index = {file: {n: Stored(*stored) for n, stored in its.items()} for file, its in request["index"].items()}
-        copies.put(key, request["owner"], CopyPart(index, data, data, copies.spare.append))
+        self._has_arrived(request["room"], room, size)
         _send_message(peer, {}, _nothing)
+
+    def _has_arrived(self, number: int, room: _Room, size: int) -> None:
+        copies = self.server.copies
+        with self.server.changing:
+            room.missing -= size
+            if room.missing == 0 and number in self.server.rooms:
+                del self.server.rooms[number]
+                copies.put(room.key, room.owner, CopyPart(room.index, room.data, room.data, copies.spare.append))
 
     def _get(self, peer: socket.socket, copies: HostCopies, key: CopyKey, request: dict[str, Any]) -> None:
         data, start = copies.find(key, request["owner"]), request["start"]
@@ -199,23 +263,13 @@ def _receive_message(peer: socket.socket, check: Check) -> dict[str, Any] | None
     return message
 
 
-def _receive_answer(peer: socket.socket, check: Check) -> None:
+def _receive_answer(peer: socket.socket, check: Check) -> dict[str, Any]:
     answer = _receive_message(peer, check)
     if answer is None:
         raise ConnectionError("connection closed by peer")
     if "error" in answer:
         raise OSError(answer["error"])
-
-
-def _move(how: Move, peer: socket.socket, part: memoryview, check: Check) -> int:
-    """Sends or receives a part; returns its checksum."""
-    with ThreadPoolExecutor(CRC_THREADS) as pool:
-        crcs = []
-        for at in range(0, len(part), CHUNK_BYTES):
-            chunk = part[at : at + CHUNK_BYTES]
-            how(peer, chunk, check)
-            crcs.append(pool.submit(zlib.crc32, chunk))
-        return zlib.crc32(b"".join(_CRC.pack(each.result()) for each in crcs))
+    return answer
 
 
 def _send(peer: socket.socket, data: memoryview | bytes, check: Check) -> None:

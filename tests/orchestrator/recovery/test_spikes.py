@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -11,8 +13,9 @@ from fake_ray import FakeRun
 from small_checkpoint import save_small
 
 from pentad.orchestrator.config.config import load
+from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.recovery import spikes
+from pentad.orchestrator.recovery import newest_checkpoint, spikes
 from pentad.orchestrator.recovery.retention import kept_steps
 from pentad.orchestrator.recovery.spikes import skipped_batches
 from pentad.orchestrator.run import driver
@@ -142,10 +145,27 @@ def test_a_rollback_that_is_cut_short_leaves_no_checkpoint_after_the_one_it_has_
 
     for step in (10, 13, 16, 18):
         run.save(step)
-    monkeypatch.setattr(spikes, "delete_checkpoint", dies_at_the_second)
+    monkeypatch.setattr(newest_checkpoint, "delete_checkpoint", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         spikes.roll_back(run.config, run.group, run.bus, 18)
     assert deleted == [18] and run.folder.saved() == [10, 13, 16]
+
+
+@pytest.mark.parametrize("hangs_in", ["saved", "delete_checkpoint"])
+def test_a_rollback_waits_for_storage_that_hangs_as_long_as_a_recovery_does(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch, hangs_in: str
+) -> None:
+    seconds = "cluster.start_timeout_seconds=0.2", "checkpoint.hang_seconds=0.2"
+    run, hangs = start(*SQUARE, "checkpoint.every=10", "spikes.policy=rollback", *seconds), threading.Event()
+    for step in (0, 10, 13):
+        run.save(step)
+    at = RunFolder if hangs_in == "saved" else newest_checkpoint
+    monkeypatch.setattr(at, hangs_in, lambda *_: hangs.wait())
+    began = time.monotonic()
+    with pytest.raises(PentadError, match=r"^the checkpoints' storage has not answered within 0\.2 s$"):
+        spikes.roll_back(run.config, run.group, run.bus, 18)
+    assert time.monotonic() < began + 10 and not run.events("rollback")
+    hangs.set()
 
 
 def test_the_checkpoint_to_go_back_to_outlives_newer_ones(start: StartRun) -> None:

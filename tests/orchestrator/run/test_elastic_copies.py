@@ -70,7 +70,7 @@ def test_a_rank_and_its_holder_lost_at_once_go_back_to_the_disk(nodes, start_run
     run = start_run(*CUT, "schedule.name=1f1b", "elastic.replicate_every=3", "checkpoint.every=10")
     run.wait_for_checkpoint(10)
     run.wait_for(lambda: run.events("copies"))
-    (first,) = run.events("copies")
+    first = run.events("copies")[0]
     run.signal_ranks(0, first["holders"][0])
     assert_recovered(run, "checkpoint")
     assert run.events("copies lost")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pentad.orchestrator.run.replication import Replication
+from pentad.workers.replication.replicator import SentPart
 
 
 class StubCopies:
@@ -17,7 +18,7 @@ class StubCopies:
             generation=0,
             is_ready=lambda refs: True,
             gather=lambda refs, seconds: ({}, {}),
-            collect=lambda refs, tick: [SimpleNamespace(bytes=8)],
+            collect=lambda refs, tick: [SentPart(8, 0.5, 1.0), SentPart(9, 0.25, 1.5)],
         )
         self.num_on_the_same_node, self.holders = 0, [0]
 
@@ -50,7 +51,9 @@ def test_a_copy_that_hands_the_state_over_waits_for_memory(copies: StubCopies) -
     assert copies.asked == [3]
 
 
-def test_copies_that_take_more_steps_than_are_between_them_are_noted_once(copies: StubCopies) -> None:
+def test_what_copies_take_is_recorded_and_noted_if_it_is_more_steps_than_are_between_them(
+    copies: StubCopies,
+) -> None:
     notes, events, files = list[str](), list[dict[str, Any]](), SimpleNamespace(waiting=False)
     bus = SimpleNamespace(
         folder=SimpleNamespace(files=files),
@@ -62,7 +65,9 @@ def test_copies_that_take_more_steps_than_are_between_them_are_noted_once(copies
     for first, last in ((4, 30), (32, 36), (36, 62), (64, 91)):
         replication.submit(first)
         replication.continue_(last)
-    assert [each["steps_meanwhile"] for each in events] == [26], "of the first one"
+    assert [(each["step"], each["steps_meanwhile"]) for each in events] == [(4, 26), (32, 4), (64, 27)]
+    found = {(each["bytes"], each["snapshot_seconds"], each["transfer_seconds"]) for each in events}
+    assert found == {(17, 0.5, 1.5)}
     assert [note.split(" in memory")[0] for note in notes] == ["the copy of step 4", "the copy of step 64"]
     assert "26 steps ran meanwhile, which a lost rank would cost; elastic.replicate_every is 4" in notes[0]
 

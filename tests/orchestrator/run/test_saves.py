@@ -1,22 +1,19 @@
 """When checkpoints are saved, and what happens while one is written, on ranks that only list their calls."""
 
-import threading
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import listed_calls
 import pytest
-from fake_rank import STEP_SECONDS, Rank
 from fake_ray import FakeRun
 from listed_calls import HELD_OUT, Clock, Ranks, Run, loop_runner
+from recovery_runs import SAVES, drive
 
 from pentad.orchestrator.cluster.faults import WorkerError
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RunFolder
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.recovery import retention
-from pentad.orchestrator.run import driver, saving
+from pentad.orchestrator.run import driver
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start, fingerprint
@@ -148,23 +145,10 @@ def test_commits_keep_the_best_checkpoint(run: Run) -> None:
     assert [row["step"] for row in events if row["event"] == "best"] == [4, 8, 16]
 
 
-START = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8", "checkpoint.every=4", "checkpoint.every_seconds=0")
-
-
-def drive(run: FakeRun) -> list[tuple[str, int]]:
-    """Runs all steps; returns the events of checkpoints and recoveries."""
-    run.group.restore(Start())
-    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == run.config.run.steps
-    assert [row["step"] for row in read_lines(run.folder.path / METRICS)] == list(range(run.config.run.steps))
-    kinds = ("checkpoint", "checkpoint failed", "recovered")
-    events = read_lines(run.folder.path / JOURNAL)
-    return [(row["event"], row["step"]) for row in events if row["event"] in kinds]
-
-
 def test_a_rank_that_dies_while_a_checkpoint_is_written_costs_the_steps_since_the_one_before(
     start: Callable[..., FakeRun],
 ) -> None:
-    run = start(*START, "run.steps=12")
+    run = start(*SAVES, "run.steps=12")
     run.fake.writing, run.fake.faults = (8, 2), {10: (2,)}
 
     def on_call(rank: object, method: str) -> None:
@@ -182,7 +166,7 @@ def test_a_rank_that_dies_while_a_checkpoint_is_written_costs_the_steps_since_th
 def test_a_full_disk_costs_a_note_and_an_event_and_the_next_checkpoint_is_tried(
     start: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, notes = start(*START, "run.steps=14"), list[str]()
+    run, notes = start(*SAVES, "run.steps=14"), list[str]()
     monkeypatch.setattr(run.bus.display, "note", notes.append)
     run.fake.full = {4, 8}
     expected = [("checkpoint failed", 4), ("checkpoint failed", 8), ("checkpoint", 12), ("checkpoint", 14)]
@@ -195,77 +179,11 @@ def test_a_full_disk_costs_a_note_and_an_event_and_the_next_checkpoint_is_tried(
 
 
 def test_a_full_disk_at_the_end_ends_the_run_with_an_error(start: Callable[..., FakeRun]) -> None:
-    run = start(*START, "run.steps=14")
+    run = start(*SAVES, "run.steps=14")
     run.fake.full = {14}
     with pytest.raises(PentadError, match="No space left"):
         drive(run)
     assert run.folder.saved() == [4, 8, 12]
-
-
-HANGS = (*START, "checkpoint.hang_seconds=5")
-
-
-def test_a_write_that_never_returns_costs_checkpoints_and_no_step(start: Callable[..., FakeRun]) -> None:
-    """Training waits for it once, with the next checkpoint by steps, and the end of the run not again."""
-    run = start(*HANGS, "run.steps=24")
-    run.fake.writing, began = (8, 2), run.fake.now
-    with pytest.raises(PentadError, match=r"^the last state, after step 24, was not saved: .* has taken nothing for"):
-        drive(run)
-    assert [row["step"] for row in run.rows()] == list(range(24))
-    assert run.fake.now - began < 24 * STEP_SECONDS + 5 + 5
-    failed = {row["step"]: row["error"] for row in run.events("checkpoint failed")}
-    assert [*failed] == [8, 12, 16, 20] and run.folder.saved() == [4]
-    assert "has taken nothing for checkpoint.hang_seconds = 5" in failed[8] and run.fake.given_up == {8}
-    assert {failed[step] for step in (12, 16, 20)} == {"that of step 8 still hangs"}
-
-
-def test_a_write_that_returns_late_commits_nothing_and_the_next_checkpoint_is_saved(
-    start: Callable[..., FakeRun],
-) -> None:
-    run = start(*HANGS, "run.steps=24")
-    run.fake.writing = (8, 2)
-
-    def on_call(rank: object, method: str) -> None:
-        if run.fake.trained.get(13) is not None:
-            run.fake.writing = (-1, -1)
-
-    run.fake.on_call = on_call
-    events = drive(run)
-    assert events[:3] == [("checkpoint", 4), ("checkpoint failed", 8), ("checkpoint failed", 12)]
-    assert events[3:] == [("checkpoint", step) for step in (16, 20, 24)] and 8 not in run.folder.saved()
-
-
-def test_a_commit_that_hangs_after_its_manifest_is_recorded_once_it_has_ended(start: Callable[..., FakeRun]) -> None:
-    run = start(*HANGS, "run.steps=20")
-    run.fake.committing = {8}
-
-    def on_call(rank: object, method: str) -> None:
-        if run.fake.trained.get(13) is not None:
-            run.fake.committing.clear()
-
-    run.fake.on_call = on_call
-    expected = [("checkpoint", 4), ("checkpoint failed", 8), ("checkpoint failed", 12)]
-    assert drive(run) == [*expected, ("checkpoint", 8), ("checkpoint", 16), ("checkpoint", 20)]
-    assert run.fake.given_up == {8} and run.folder.saved() == [4, 8, 16, 20]
-
-
-def test_a_write_that_hangs_while_the_run_goes_back_commits_nothing_and_its_memory_is_left_alone(
-    start: Callable[..., FakeRun],
-) -> None:
-    """A spike in step 17 takes the run back in the same generation."""
-    run = start(*HANGS, "checkpoint.every=5", "spikes.policy=rollback", "run.steps=30", "eval.every=0")
-    run.fake.spikes, run.fake.writing = {17}, (15, 2)
-
-    def on_call(rank: object, method: str) -> None:
-        if run.fake.trained.get(21) is not None:
-            run.fake.writing = (-1, -1)
-
-    run.fake.on_call = on_call
-    assert [event for event in drive(run) if event[0] == "checkpoint"] == [
-        ("checkpoint", step) for step in (0, 5, 10, 25, 30)
-    ]
-    assert [event["step"] for event in run.events("checkpoint failed")] == [15, 15, 20]
-    assert run.events("rollback")[0]["to"] == 15 and not run.fake.overwritten
 
 
 @pytest.mark.parametrize("lost", [0, 2])
@@ -273,7 +191,7 @@ def test_a_checkpoint_that_is_committed_when_a_rank_is_lost_is_in_the_journal(
     start: Callable[..., FakeRun], lost: int
 ) -> None:
     """Rank 0 commits: it may have done so although nobody has heard of it."""
-    run = start(*START, "checkpoint.every=8", "run.steps=24")
+    run = start(*SAVES, "checkpoint.every=8", "run.steps=24")
     run.fake.committing, run.fake.faults = {8}, {14: (lost,)}
 
     def on_call(rank: object, method: str) -> None:
@@ -289,35 +207,13 @@ def test_a_checkpoint_that_is_committed_when_a_rank_is_lost_is_in_the_journal(
 def test_a_checkpoint_that_a_driver_has_committed_when_it_died_is_in_the_journal_of_the_next_one(
     start: Callable[..., FakeRun],
 ) -> None:
-    run = start(*START, "run.steps=12")
+    run = start(*SAVES, "run.steps=12")
     run.save(8)
     begin = Start(run.folder.checkpoint(8), 8)
     for _ in range(2):
         run.group.restore(begin)
         driver._run_generations(run.config, run.group, run.bus, run.requests, begin)
     assert [event["step"] for event in run.events("checkpoint")].count(8) == 1
-
-
-def test_checkpoints_by_time_that_a_hang_prevents_are_reported(
-    start: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = ("checkpoint.every=0", "checkpoint.every_seconds=2", "checkpoint.at_end=false")
-    run = start(*HANGS, *seconds, "run.steps=60")
-    monkeypatch.setattr(driver, "time", saving.time)
-
-    def on_call(rank: Rank, method: str) -> None:
-        if method == "snapshot" and run.fake.writing == (-1, -1):
-            run.fake.writing = rank.version, 1
-
-    run.fake.on_call = on_call
-    events = drive(run)
-    assert [name for name, _ in events] == ["checkpoint failed"] * len(events) and len(events) >= 4
-
-
-def test_a_run_that_ends_without_a_checkpoint_does_not_wait_for_one_that_hangs(start: Callable[..., FakeRun]) -> None:
-    run = start(*HANGS, "checkpoint.at_end=false", "run.steps=10")
-    run.fake.writing = (8, 1)
-    assert drive(run) == [("checkpoint", 4), ("checkpoint failed", 8)]
 
 
 def test_training_itself_reads_no_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,31 +231,3 @@ def test_training_itself_reads_no_checkpoint(run: Run, monkeypatch: pytest.Monke
     broken: dict[tuple, PentadError] = {("save", 8): PentadError("disk full")}
     _, calls = run("run.steps=12", "checkpoint.every=4", prepare=lambda ranks: ranks.broken.update(broken))
     assert calls.done == calls.saving.durable == 12
-
-
-def test_a_write_that_hangs_is_not_waited_for_again_after_a_fault(start: Callable[..., FakeRun]) -> None:
-    run = start(*HANGS, "mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4", "run.steps=28")
-    run.fake.writing, run.fake.faults, began = (8, 2), {18: (0,)}, run.fake.now
-
-    def on_call(rank: object, method: str) -> None:
-        if run.fake.trained.get(21) is not None:
-            run.fake.writing = (-1, -1)
-
-    run.fake.on_call = on_call
-    assert drive(run) == [
-        *(("checkpoint", 4), ("checkpoint failed", 8), ("checkpoint failed", 12), ("checkpoint failed", 16)),
-        *(("recovered", 18), ("checkpoint failed", 20), ("checkpoint", 24), ("checkpoint", 28)),
-    ]
-    assert run.fake.now - began < 28 * STEP_SECONDS + 5 + 5
-
-
-def test_lookups_between_generations_wait_for_no_storage_that_hangs(
-    start: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, hangs = start(*START, "run.steps=12"), threading.Event()
-    monkeypatch.setattr(retention, "read_manifest", lambda path: hangs.wait())
-    monkeypatch.setattr(RunFolder, "saved", lambda folder: hangs.wait())
-    monkeypatch.setattr(retention, "looked_up", partial(retention.looked_up, seconds=0.05))
-    run.fake.faults = {10: (2,)}
-    assert drive(run)[-1] == ("checkpoint", 12) and run.events("recovered")
-    hangs.set()

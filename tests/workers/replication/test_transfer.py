@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pentad.workers.checkpoint.safetensors_header import Stored
 from pentad.workers.replication import transfer
 from pentad.workers.replication.parts import CopyKey, HostCopies
 from pentad.workers.replication.transfer import Check, CopyServer, open_remote, send_part
@@ -26,7 +28,7 @@ FOREIGN: tuple[Any, ...] = (
     {"key": [[], 1, 1], "do": "get"},
     {"do": "get", "key": [1, 4, 2]},
 )
-FOREIGN += tuple({"do": "put", "key": KEY, "owner": 0, "bytes": size, "index": {}} for size in (-1, "x", 1e20, 10**40))
+SIZES: tuple[Any, ...] = (-1, "x", 1e20, 10**40)
 INDICES: tuple[Any, ...] = (7, {"file": 7}, {"file": {"tensor": 7}}, {"file": {"tensor": []}})
 
 
@@ -53,11 +55,13 @@ def message(request: object) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def checksum(data: bytes) -> bytes:
-    """As the protocol has it, chunk by chunk."""
-    chunks = [data[at : at + transfer.CHUNK_BYTES] for at in range(0, len(data), transfer.CHUNK_BYTES)]
-    crcs = [zlib.crc32(chunk).to_bytes(4, "little") for chunk in chunks]
-    return zlib.crc32(b"".join(crcs)).to_bytes(4, "little")
+def chunk(room: int, start: int, data: bytes, crc: int | None = None) -> bytes:
+    request = {"do": "chunk", "room": room, "start": start, "bytes": len(data)}
+    return message(request) + data + (zlib.crc32(data) if crc is None else crc).to_bytes(4, "little")
+
+
+def put(size: Any, index: Any = None) -> bytes:
+    return message({"do": "put", "key": KEY, "owner": 0, "bytes": size, "index": index or {}})
 
 
 def test_foreign_requests_print_nothing_and_keep_nothing(
@@ -66,9 +70,10 @@ def test_foreign_requests_print_nothing_and_keep_nothing(
     copies, server = served
     for request in FOREIGN:
         say(server, TOKEN, message(request))
+    for size in SIZES:
+        say(server, TOKEN, put(size))
     for index in INDICES:
-        put = {"do": "put", "key": KEY, "owner": 0, "bytes": 4, "index": index}
-        say(server, TOKEN, message(put), b"abcd", checksum(b"abcd"))
+        say(server, TOKEN, put(4, index), chunk(0, 0, b"abcd"))
     say(server, TOKEN, (1 << 60).to_bytes(8, "little"))
     say(server, TOKEN, (5000).to_bytes(8, "little"), b"[" * 5000)
     assert say(server, b"x" * 32, message({})) == b""
@@ -83,23 +88,65 @@ def test_foreign_requests_print_nothing_and_keep_nothing(
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 256, 1000])
-def test_a_part_is_stored_only_if_every_byte_that_arrives_is_the_one_that_was_sent(
+def test_a_part_arrives_with_all_of_its_bytes_over_whichever_connections(
     served: tuple[HostCopies, CopyServer], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
     copies, server = served
-    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    put = message({"do": "put", "key": KEY, "owner": 0, "bytes": size, "index": {}})
-    swapped = np.roll(data, 100)  # chunks that are intact, in another order
-    flipped = [data ^ np.eye(1, size, at, dtype=np.uint8)[0] for at in {0, size // 2, size - 1} if size]
-    for other in [swapped] * (size > 100) + flipped:
-        answer = say(server, TOKEN, put, other.tobytes(), checksum(data.tobytes()))
+    data, index = (
+        np.random.default_rng(size).integers(0, 256, size, np.uint8),
+        {"f": {"t": Stored({"dtype": "F32", "shape": []}, 3)}},
+    )
+    send_part(server.address, TOKEN, KEY, 1, index, data, lambda: None)
+    (held,) = copies.held()
+    found = copies.find(KEY, 1)
+    assert (held.key, held.owner, held.bytes, held.tensors) == (KEY, 1, size, index)
+    assert found is not None and (found == data).all() and not server.server.rooms
+
+
+def test_a_part_is_stored_once_every_byte_that_has_arrived_is_the_one_that_was_sent(
+    served: tuple[HostCopies, CopyServer],
+) -> None:
+    copies, server = served
+    numbers = iter(range(100))
+    for at in range(8):
+        bad = (number := next(numbers), 4 * (at // 4), bytes(4), zlib.crc32(bytes(4)) ^ 1 << at)
+        answer = say(server, TOKEN, put(8), chunk(number, 4 - 4 * (at // 4), b"abcd"), chunk(*bad))
         assert b"the bytes that arrived are not those that were sent" in answer
-        assert not copies.held()
-    assert say(server, TOKEN, put, data.tobytes(), checksum(data.tobytes())) == message({})
-    send_part(server.address, TOKEN, KEY, 1, {}, data, lambda: None)
-    found = copies.find(KEY, 0), copies.find(KEY, 1)
-    assert all(each is not None and (each == data).all() for each in found)
+    for chunks in ([(0, b"abcd")], [(0, b"abcd"), (4, b"efg")], [(0, b"abcd"), (6, b"efgh")], [(-4, b"abcd")]):
+        number = next(numbers)
+        say(server, TOKEN, put(8), *(chunk(number, *each) for each in chunks))
+    assert not copies.held() and not server.server.rooms
+    number = next(numbers)
+    answer = say(server, TOKEN, put(8), chunk(number, 4, b"efgh"), chunk(number, 0, b"abcd"))
+    assert answer == message({"room": number}) + message({}) * 2
+    found = copies.find(KEY, 0)
+    assert found is not None and found.tobytes() == b"abcdefgh"
+    assert say(server, TOKEN, chunk(number, 0, b"zzzz")) == b"" and found.tobytes() == b"abcdefgh", "it is in use"
+
+
+def test_a_part_ends_with_any_of_its_connections(
+    served: tuple[HostCopies, CopyServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory for it is no other part's: a connection may still write there."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
+    copies, server = served
+    receive_chunk, taken = transfer._Handler._receive_chunk, list[int]()
+
+    def lose_one(handler: transfer._Handler, peer: socket.socket, request: dict[str, Any]) -> None:
+        taken.append(request["start"])
+        if request["start"] == 300:
+            raise ConnectionError("lost")
+        receive_chunk(handler, peer, request)
+
+    monkeypatch.setattr(transfer._Handler, "_receive_chunk", lose_one)
+    with pytest.raises(ConnectionError):
+        send_part(server.address, TOKEN, KEY, 0, {}, np.zeros(100_000, np.uint8), lambda: None)
+    assert len(taken) < 500 and not copies.held() and not copies.spare
+    wait_until = time.monotonic() + 10
+    while server.server.rooms and time.monotonic() < wait_until:
+        time.sleep(0.01)
+    assert not server.server.rooms
 
 
 def test_a_holder_has_memory_for_two_parts_of_a_rank_whatever_copies_fail(
