@@ -30,8 +30,8 @@ Call = tuple[int, int] | tuple[int, int, bool] | tuple[int]
 @dataclass
 class Outcome:
     """One rank's results, its gradients of every step before clipping, its last state, its manifest entries, the bytes
-    of its buffers by kind, its evaluations, and its reductions if they are in bfloat16. Tensors are by global name; a
-    ZeRO rank holds parts of them (see `assemble`)."""
+    of its buffers by kind, its evaluations, its reductions if they are in bfloat16, and how often it began a step again.
+    Tensors are by global name; a ZeRO rank holds parts of them (see `assemble`)."""
 
     results: list
     gradients: list[dict[str, torch.Tensor]]
@@ -40,6 +40,7 @@ class Outcome:
     bytes: dict[str, int]
     evaluations: list[Evaluation]
     reductions: list[Reduced]
+    restarts: int
 
 
 def tensors_by_name(parameters, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -165,11 +166,12 @@ def _run(
     from recorded_graphs import record_graphs
 
     from pentad.workers.params import optimizer
+    from pentad.workers.runtime.executor import Executor
     from pentad.workers.runtime.runner import Runner
 
     gradients: list[dict[str, torch.Tensor]] = []
-    real_step, real_sum = optimizer.step, optimizer.square_sum
-    sums = 0  # calls of square_sum so far
+    real_step, real_sum, real_restart = optimizer.step, optimizer.square_sum, Executor._restart_step
+    sums = restarts = 0  # calls of square_sum so far, and of _restart_step
     sums_per_step = sum(replicas(plan, share, rank)[0] == rank for share in plan.param_shards_of(rank))
 
     def recording_step(parameters, spec, number, scale, directions=None):
@@ -185,7 +187,13 @@ def _run(
         sums += 1
         return real_sum(parameters, counted)
 
+    def counted_restart(executor, program):
+        nonlocal restarts
+        restarts += 1
+        real_restart(executor, program)
+
     optimizer.step, optimizer.square_sum = recording_step, faulty_sum
+    Executor._restart_step = counted_restart
     with tempfile.TemporaryDirectory() as folder, recorded_reductions(plan) as reductions:
         runner = Runner(plan, rank, Path(folder, "progress"), gpu=gpu_of(rank))
         try:
@@ -207,9 +215,9 @@ def _run(
                 state |= state_by_name(parameters)
             sizes = buffer_bytes(runner.state.parameters, runner.shards, runner.state.frozen)
         finally:
-            optimizer.step, optimizer.square_sum = real_step, real_sum
+            optimizer.step, optimizer.square_sum, Executor._restart_step = real_step, real_sum, real_restart
         runner.close()  # not after a failure: it would wait for ranks that wait for this one
-    return Outcome(results, gradients, state, shards, sizes, evaluations, reductions)
+    return Outcome(results, gradients, state, shards, sizes, evaluations, reductions, restarts)
 
 
 def buffer_bytes(parameters, shards, frozen) -> dict[str, int]:

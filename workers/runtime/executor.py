@@ -279,7 +279,7 @@ class Executor:
     def _update(self) -> None:
         """STEP, after what this rank's NORM makes: with post-validation, too, which waits for no other rank's."""
         self.lanes.join(NORM)
-        self.optimizer_step.step(self.step)
+        self.optimizer_step.step(self.step, self.check)
         self.shards.updated(self.collectives)
 
     def _rehearse(self, program: RankProgram) -> None:

@@ -65,6 +65,14 @@ def test_an_optimistic_step_has_the_bits_of_one_with_a_barrier(fleet, corpus, na
     assert_same_runs(*run_both(fleet, [(0, 4), (4, 1)], name=name, clip=CLIPS[clip], **plan))
 
 
+@pytest.mark.parametrize(("clip", "restarts"), [("never clipped", 0), ("always", 1)])
+def test_after_a_clipped_step_the_next_ones_wait_for_their_norm(fleet, corpus, clip, restarts):
+    """So that of many in a row only the first is rolled back, until one is not clipped."""
+    plan = plan_of("zb-h2", 1, 2, 4, corpus, dtype="float32", post_validation=True, clip=CLIPS[clip])
+    outcomes = fleet.run(plan, [(0, 3, True), (3, 2)])
+    assert [outcome.restarts for outcome in outcomes] == [restarts, restarts]
+
+
 SHALLOW = replace(MODEL, layers=4)
 EXPERTS = Experts(num_experts=4, top_k=2, intermediate_size=12, shared_intermediate_size=8, aux_loss_coef=0.1)
 WITH_AUX_LOSS = replace(SHALLOW, experts=EXPERTS)
