@@ -262,22 +262,21 @@ def bytes_over_stream(plan: Plan, program: Program, pp: int) -> tuple[Array, Arr
         row, sizes = columns.wait_row[waits] - first, np.array([each.taken for each in cuts])
         frees = (columns.wait_op[waits] == CODE[Op.OFFLOAD]) & _FREES[columns.op[first:end][row]]
         np.add.at(taken, row[frees], sizes[columns.wait_stage[waits][frees]])
-    order = run_order(plan, program, pp)
+    order = run_order(program, pp, is_local=plan.is_local)
     effects, taken = effects[:, order], taken[order]
     after = np.cumsum(effects[0] - taken)
     before = after - effects[0] + taken
     return after, np.maximum(before, before - taken + effects[1])
 
 
-def run_order(plan: Plan, program: Program, pp: int) -> Array:
+def run_order(program: Program, pp: int, *, is_local: bool) -> Array:
     """The rows of a pipeline rank, counted from its first, in the order in which they take memory. The backward of an
-    overlapped pair starts first, and where no layer waits for other ranks the forward follows its end; elsewhere they
-    alternate, which takes at most what the forward and then the backward take."""
+    overlapped pair starts first, and where layers need no communication (`is_local`) the forward follows its end;
+    elsewhere they alternate, which takes at most what the forward and then the backward take."""
     columns, (first, end) = program.columns, program.columns.rank_offsets[pp : pp + 2]
     order = np.arange(end - first)
-    if plan.mesh.tp * plan.mesh.cp * plan.mesh.ep == 1 and not plan.batch.capacity:
-        pairs = np.flatnonzero(columns.is_second[first:end])
-        order[pairs], order[pairs - 1] = pairs - 1, pairs
+    pairs = np.flatnonzero(columns.is_second[first:end]) if is_local else order[:0]
+    order[pairs], order[pairs - 1] = pairs - 1, pairs
     return order
 
 

@@ -45,7 +45,8 @@ def planned_memory(plan: Plan) -> DrawnMemory:
     for pp, stream in enumerate(plan.program.streams):
         held, peaks = (each.tolist() for each in bytes_over_stream(plan, plan.program, pp))
         fixed.append(needs[plan.mesh.move(0, pp=pp)]["total"] - max(peaks, default=0))
-        changes = _changes(list(instructions_of(stream)), held, peaks, run_order(plan, plan.program, pp).tolist())
+        order = run_order(plan.program, pp, is_local=plan.is_local).tolist()
+        changes = _changes(list(instructions_of(stream)), held, peaks, order)
         for column, change in zip((starts, ends), zip(*changes, strict=True), strict=True):
             column += change
     return DrawnMemory(True, 1, fixed, starts, ends)
@@ -133,7 +134,8 @@ def _activations(
     by_unit, before = defaultdict[int, int](int), 0
     found, latest = [(0.0, dict[int, int](), 0)], 0.0
     held, peaks = bytes_over_stream(plan, plan.program, pp)
-    for row, after, peak in zip(run_order(plan, plan.program, pp).tolist(), held.tolist(), peaks.tolist(), strict=True):
+    order = run_order(plan.program, pp, is_local=plan.is_local)
+    for row, after, peak in zip(order.tolist(), held.tolist(), peaks.tolist(), strict=True):
         part, start, end = times[row]
         if part.op not in ON_COMPUTE_LANE and part.op is not Op.RELOAD:
             continue

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pentad.orchestrator.activations.activation_peaks import stage_activations
+from pentad.orchestrator.activations.activation_peaks import run_order, stage_activations
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import CUBLAS
 from pentad.orchestrator.search.layout import Layout, UnitBytes
@@ -26,7 +26,8 @@ from pentad.schedules.spec.tensors import LayerRange
 
 _B_OR_BW = "B or BW"
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
-_held_by_rank = WeakKeyDictionary[Lookup, dict[int, dict[tuple[str, int], Array]]]()  # by the lookup of a program
+# By the lookup of a program, and by rank and whether it is local.
+_held_by_rank = WeakKeyDictionary[Lookup, dict[tuple[int, bool], dict[tuple[str, int], Array]]]()
 
 
 def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
@@ -91,13 +92,14 @@ def _frozen(layout: Layout, held: LayerRange) -> int:
     return sum(shard_size(shard_tensors(model, lora, held, experts=each, frozen=True), mesh) for each in (False, True))
 
 
-def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
+def _held(program: Program, rank: int, *, is_local: bool) -> dict[tuple[str, int], Array]:
     """By op and stage of an action: what the rank holds before any such, in rows [saved pieces of each stage, deferred
-    ones of each]."""
+    ones of each]. `is_local` as in `run_order`."""
     known = _held_by_rank.setdefault(program.lookup, {})
-    if rank not in known:
-        known[rank] = {key: _different(rows) for key, rows in _held_before(program, rank).items()}
-    return known[rank]
+    if (key := (rank, is_local)) not in known:
+        order = run_order(program, rank, is_local=is_local)
+        known[key] = {action: _different(rows) for action, rows in _held_before(program, rank, order).items()}
+    return known[key]
 
 
 def _different(rows: Array) -> Array:
@@ -105,9 +107,9 @@ def _different(rows: Array) -> Array:
     return np.array([*dict.fromkeys(map(tuple, rows.tolist()))], int)
 
 
-def _held_before(program: Program, rank: int) -> dict[tuple[str, int], Array]:
+def _held_before(program: Program, rank: int, order: Array) -> dict[tuple[str, int], Array]:
     columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
-    op, stage = columns.op[first:end], columns.stage[first:end]
+    op, stage = columns.op[first:end][order], columns.stage[first:end][order]
     changes = np.zeros((end - first, 2 * len(program.placement[rank])), int)
     for number, each in enumerate(program.placement[rank]):
         own = stage == each
@@ -129,8 +131,14 @@ class MemoryBounds:
         self.layout, self.timed = layout, timed
         last = len(layout.placement) - 1
         self.ranks = dict.fromkeys((0, last, *range(last)))
-        self._held = cache(lambda rank: _held(timed.program, rank) if timed else _least_held(layout, rank, warm_up))
+        self._held = cache(self._held_by)
+        self._warm_up = warm_up
         self._known = cache(self._activations_of)
+
+    def _held_by(self, rank: int) -> dict[tuple[str, int], Array]:
+        if self.timed is None:
+            return _least_held(self.layout, rank, self._warm_up)
+        return _held(self.timed.program, rank, is_local=self.layout.mesh.is_local)
 
     def least(self, setting: Setting, limit: float = inf) -> int:
         """Bytes of the fullest rank with a setting, or of the first one that exceeds the limit; those of a custom
@@ -176,7 +184,9 @@ class MemoryBounds:
         sizes = np.zeros((program.stages, len(UnitBytes._fields) + 1), int)
         sizes[list(held)] = [self._with_copied(unit, setting) for unit in held]
         saved, deferred, *during, _ = sizes[columns.stage[first:end]].T
-        op = columns.op[first:end]
+        order = run_order(program, rank, is_local=self.layout.mesh.is_local)
+        saved, deferred, *during = (each[order] for each in (saved, deferred, *during))
+        op = columns.op[first:end][order]
         changes = _F[op] * saved + _B[op] * (deferred - saved) - _BW[op] * saved - _W[op] * deferred
         before = np.cumsum(changes) - changes
         own = np.flatnonzero(columns.rank[trips.forward] == rank)

@@ -30,8 +30,8 @@ Call = tuple[int, int] | tuple[int, int, bool] | tuple[int]
 @dataclass
 class Outcome:
     """One rank's results, its gradients of every step before clipping, its last state, its manifest entries, the bytes
-    of its buffers by kind, its evaluations, its reductions if they are in bfloat16, and how often it began a step again.
-    Tensors are by global name; a ZeRO rank holds parts of them (see `assemble`)."""
+    of its buffers by kind, its evaluations, its reductions if they are in bfloat16, and how often it began a step
+    again. Tensors are by global name; a ZeRO rank holds parts of them (see `assemble`)."""
 
     results: list
     gradients: list[dict[str, torch.Tensor]]

@@ -265,8 +265,8 @@ class PostValidatedStep(_StepBase):
     """STEP updates the compute weights only; the master weights follow once the norm is known. Until then gradients and
     optimizer state stay as they were.
 
-    A step that is clipped changes the weights again, and what has been computed with them is lost. Clipped steps come in
-    rows: after one, STEP waits for the norm of its own step, and commits it.
+    A step that is clipped changes the weights again, and what has been computed with them is lost. Clipped steps come
+    in rows: after one, STEP waits for the norm of its own step, and commits it.
 
     Muon's matrices are orthogonalized before the norm leaves, as if it were within the limit. A step that turns out to
     be clipped has other directions: all ranks orthogonalize again when they validate it, and meet before any commits.
