@@ -133,7 +133,7 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
         layer_effects(
             model,
             number >= model.dense_layers,
-            model.layer_kind(number).window > 0,
+            model.window(number) > 0,
             piece.of_layer(number, model.layers),
         )
         for number in held.numbers

@@ -109,7 +109,7 @@ def kind_of(model: ModelSpec, fp8: Fp8Spec | None, span: LayerRange) -> Kind:
     if model.custom is not None:
         return span
     layers = (
-        (number >= model.dense_layers, model.layer_kind(number), fp8 is None or fp8.covers(number, model.layers))
+        (number >= model.dense_layers, model.window(number), fp8 is None or fp8.covers(number, model.layers))
         for number in span.numbers
     )
     return *layers, span.has_embedding, span.has_head

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,8 +27,24 @@ from pentad.schedules.spec.tensors import LayerRange
 
 _B_OR_BW = "B or BW"
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
+
+
+class Held(NamedTuple):
+    """What a rank holds before each of its actions: in every of the `rows` [saved pieces of each stage, deferred ones
+    of each], before one that `actions[of[row]]`, an op and a stage, stands for."""
+
+    rows: Array
+    of: Array
+    actions: list[tuple[str, int]]
+
+    @staticmethod
+    def by_action(found: dict[tuple[str, int], Array]) -> Held:
+        of = np.repeat(np.arange(len(found)), [*map(len, found.values())])
+        return Held(np.concatenate([*found.values()]), of, [*found])
+
+
 # By the lookup of a program, and by rank and whether it is local.
-_held_by_rank = WeakKeyDictionary[Lookup, dict[tuple[int, bool], dict[tuple[str, int], Array]]]()
+_held_by_rank = WeakKeyDictionary[Lookup, dict[tuple[int, bool], Held]]()
 
 
 def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
@@ -92,13 +109,13 @@ def _frozen(layout: Layout, held: LayerRange) -> int:
     return sum(shard_size(shard_tensors(model, lora, held, experts=each, frozen=True), mesh) for each in (False, True))
 
 
-def _held(program: Program, rank: int, *, is_local: bool) -> dict[tuple[str, int], Array]:
-    """By op and stage of an action: what the rank holds before any such, in rows [saved pieces of each stage, deferred
-    ones of each]. `is_local` as in `run_order`."""
+def _held(program: Program, rank: int, *, is_local: bool) -> Held:
+    """`is_local` as in `run_order`."""
     known = _held_by_rank.setdefault(program.lookup, {})
     if (key := (rank, is_local)) not in known:
         order = run_order(program, rank, is_local=is_local)
-        known[key] = {action: _different(rows) for action, rows in _held_before(program, rank, order).items()}
+        before = _held_before(program, rank, order).items()
+        known[key] = Held.by_action({action: _different(rows) for action, rows in before if len(rows)})
     return known[key]
 
 
@@ -135,9 +152,9 @@ class MemoryBounds:
         self._warm_up = warm_up
         self._known = cache(self._activations_of)
 
-    def _held_by(self, rank: int) -> dict[tuple[str, int], Array]:
+    def _held_by(self, rank: int) -> Held:
         if self.timed is None:
-            return _least_held(self.layout, rank, self._warm_up)
+            return Held.by_action(_least_held(self.layout, rank, self._warm_up))
         return _held(self.timed.program, rank, is_local=self.layout.mesh.is_local)
 
     def least(self, setting: Setting, limit: float = inf) -> int:
@@ -169,11 +186,9 @@ class MemoryBounds:
         stages = self.layout.placement[rank]
         units = {stage: self._of_stage(stage, setting) for stage in stages}
         bytes_of = np.array([sum(each[k] for each in units[stage]) for k in (0, 1) for stage in stages])
-        peak = 0
-        for (name, stage), rows in self._held(rank).items():
-            if len(rows):
-                peak = max(peak, int((rows @ bytes_of).max()) + _during(name, units[stage]))
-        return peak
+        held = self._held(rank)
+        during = np.array([_during(name, units[stage]) for name, stage in held.actions])
+        return max(0, int((held.rows @ bytes_of + during[held.of]).max()))
 
     def _beside_copies(self, rank: int, setting: Setting) -> int:
         """Of a rank that offloads: unit by unit, with what is not copied, or is on its way."""
