@@ -5,7 +5,7 @@ All settings with one mesh, size of microbatches and placement of stages share a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -77,15 +77,14 @@ def placement_of(order: Order, ranks: int, microbatches: int, slices: int) -> Pl
 
 
 class Work:
-    """What is to be planned: a configuration on GPUs, and what its layouts have in common. `held` as in `space_of`;
-    None: everything that a setting does not say."""
+    """What is to be planned: a configuration on GPUs, and what its layouts have in common."""
 
-    def __init__(self, config: RunConfig, held: Collection[str] | None = None) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self.config, self.model = config, config.model_spec("bfloat16")
         self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
         self.lora, self.gpu, self.rates = config.lora_spec, gpu_of(config.cluster), rates_for(config.cluster, "cuda")
         self.launched = launched(self.rates)
-        self.zero_shards = (config.zero.shards or 0) if held is None or "zero.shards" in held else 0
+        self.zero_shards = config.zero.shards or 0
         self.fp8 = fp8_spec(config, self.model, self.rates)
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
@@ -114,8 +113,8 @@ class Work:
         return generate(order.name, ranks, microbatches, options)
 
     def slices(self, order: Order) -> int:
-        if CATALOGUE[order.name].slices == 1:
-            return 1
+        if CATALOGUE[order.name].slices == 1 or order.options.slices:
+            return order.options.slices or 1
         return next(k for k in range(CATALOGUE[order.name].slices, 0, -1) if self.length % k == 0)
 
     def _piece(self, mesh: Mesh, microbatches: int, slices: int) -> Piece:
@@ -187,7 +186,7 @@ class Work:
 
     def _stages(self, placement: Placement) -> tuple[LayerRange, ...]:
         """The layers of each stage."""
-        return split(self.model, placement, self.length)
+        return split(self.model, placement, self.length, self.config.schedule.layers_per_stage)
 
     def parameters(self, span: LayerRange, mesh: Mesh) -> tuple[int, int]:
         """Trained elements of layers on a rank: all but experts, and experts."""

@@ -38,7 +38,7 @@ from pentad.orchestrator.search.memory_savings import savings_of, shardings_of
 from pentad.orchestrator.search.placement_bounds import order_bound, placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.result import Missed, Refusal, SearchResult
-from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, space_of, with_setting
+from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, reset, space_of, with_setting
 from pentad.orchestrator.search.time_bounds import Timed, compute_order, least_warm_up
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
@@ -97,7 +97,7 @@ class _Search:
     def __init__(self, config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str]) -> None:
         self.config, self.space, self.device, self.held = config, space, device, held
         self.compared = without_evaluation(config)
-        self.work, self.found = Work(config, held), SearchResult(device, space, held)
+        self.work, self.found = Work(reset(config, held)), SearchResult(device, space, held)
         self._heap: list[tuple[float, int, Branch]] = []
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig, load, unchecked
-from pentad.schedules.catalogue import CATALOGUE, generate
+from pentad.schedules.catalogue import CATALOGUE, NO_OPTIONS, generate
 from pentad.schedules.ir.columns import op_mask
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
@@ -47,14 +47,15 @@ _W = op_mask({Op.W})
 
 
 class Order(NamedTuple):
-    """A schedule and its chunks (None: its default)."""
+    """A schedule and its chunks (None: its default); all orders of a space have the other options that are `given`."""
 
     name: str
     chunks: int | None = None
+    given: ScheduleOptions = NO_OPTIONS
 
     @property
     def options(self) -> ScheduleOptions:
-        return ScheduleOptions(chunks=self.chunks)
+        return self.given._replace(chunks=self.chunks)
 
 
 class Setting(NamedTuple):
@@ -185,13 +186,17 @@ def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
         size, wanted = prod(value_of(config, axis) for axis in axes), "a divisor of " * (len(axes) < len(AXES))
         raise PentadError(f"{' x '.join(axes)} is {size}: expected {wanted}the number of GPUs, {gpus}")
     names = values("schedule.name", tuple(CATALOGUE))
-    orders = list[Order]()
+    section, orders = config.schedule, list[Order]()
+    options = {key: getattr(section, key) for key in ("group", "memory_limit", "slices") if f"schedule.{key}" in held}
+    options = {key: value for key, value in options.items() if value is not None}
     for name in names:
+        if name in CATALOGUE and not options.keys() <= CATALOGUE[name].accepts:
+            continue
         accepts = name in CATALOGUE and "chunks" in CATALOGUE[name].accepts
         chunks = CHUNKS if accepts and "schedule.chunks" in free else (config.schedule.chunks,)
         if "schedule.chunks" in free and not accepts:
             chunks = (None,)
-        orders += [Order(name, count) for count in chunks]
+        orders += [Order(name, count, ScheduleOptions(**options)) for count in chunks]
     modes = RECOMPUTE_MODES if model.custom is None else ("none", "full")
     counts = None if "schedule.microbatches" in free else (config.schedule.microbatches,)
     any_layers = {"memory.recompute", "memory.recompute_layers"} <= free
@@ -221,6 +226,12 @@ def all_meshes(ranks: int) -> Iterator[Mesh]:
 def value_of(config: RunConfig, key: str) -> Any:
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
+
+
+def reset(config: RunConfig, held: Collection[str]) -> RunConfig:
+    """The configuration without what only some settings allow, unless it is held."""
+    values = {key: value for key, value in RESET.items() if key not in held and value_of(config, key) != value}
+    return load(config, sections=_nested(values)) if values else config
 
 
 def with_setting(config: RunConfig, setting: Setting, held: Collection[str] = ()) -> RunConfig:
