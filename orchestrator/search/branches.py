@@ -28,6 +28,7 @@ class Ordered(NamedTuple):
     shape: Shape
     order: Order
     unit_layers: int | None
+    shards: int | None
 
     @property
     def mesh(self) -> Mesh:

@@ -51,7 +51,7 @@ def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
     """`state_bytes` of the fullest pipeline rank, or of the fuller end of the pipeline, if ZeRO needed no buffers.
     Units do not count, so that all layouts of a placement share it."""
     known, last = layout.work.state, len(layout.placement) - 1
-    if (key := (layout.mesh, layout.placement, zero, of_ends)) not in known:
+    if (key := (layout.mesh, layout.piece.zero_shards, layout.placement, zero, of_ends)) not in known:
         ranks = {0, last} if of_ends else range(last + 1)
         known[key] = max(state_bytes(layout, rank, zero, None, buffers=False) for rank in ranks)
     return known[key]
@@ -71,8 +71,8 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
     compute, wide, zero = BYTES[work.dtype], wide_bytes(work.dtype), zero if layout.is_shared else 0
     by_unit = [layout.parameters[unit] for unit in units]
     full, beside = sum(map(sum, by_unit)), _beside(layout, units, layout.parameters) if buffers and zero > 1 else 0
-    of_experts = work.zero_shards or mesh.dp * mesh.cp * layout.holders
-    of_rest = work.zero_shards or of_experts * mesh.ep
+    of_experts = layout.piece.zero_shards or mesh.dp * mesh.cp * layout.holders
+    of_rest = layout.piece.zero_shards or of_experts * mesh.ep
     shard = sum(dense / of_rest + experts / of_experts for dense, experts in by_unit) if zero else full
     frozen = sum(_frozen(layout, layout.layers[unit]) for unit in units) if work.lora is not None else 0
     weights: float = (full + frozen) * compute

@@ -170,7 +170,8 @@ class _Search:
         least = IMPOSSIBLE
         for shape, order in ((each, order) for each in shapes for order in self.space.orders_on(*each[:2])):
             with suppress(PentadError):
-                layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False)
+                shards = self.space.shards_on(self.config, mesh)[0] or 0
+                layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False, shards=shards)
                 least = min(least, least_state_bytes(layout, max(self.space.zero), of_ends=False))
             if least <= self.device.bytes:
                 return True
@@ -207,9 +208,10 @@ class _Search:
 
     def _order(self, shape: Shape, order: Order) -> None:
         """By units, of which more take no less time."""
-        layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False)
-        for unit_layers in self.space.unit_layers if self._has_room_for_state(layout) else ():
-            self._push(placement_bound(layout, order, shape.microbatches), Ordered(shape, order, unit_layers))
+        for shards in self.space.shards_on(self.config, shape.mesh):
+            layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False, shards=shards or 0)
+            for unit in self.space.unit_layers if self._has_room_for_state(layout) else ():
+                self._push(placement_bound(layout, order, shape.microbatches), Ordered(shape, order, unit, shards))
 
     def _has_room_for_state(self, layout: Layout) -> bool:
         """Until the first setting that does not fit is named, only the ends of the pipeline count."""
@@ -220,19 +222,19 @@ class _Search:
 
     def _layouts(self, branch: Ordered) -> None:
         """By the layout of units."""
-        shape, order, unit_layers = branch
-        layout = self.work.layout(*shape[:2], order, unit_layers, by_layer=False)
+        shape, order, unit_layers, shards = branch
+        layout_of = partial(self.work.layout, *shape[:2], order, shards=shards or 0)
+        layout = layout_of(unit_layers, by_layer=False)
         if not self._has_room_for_state(layout):
             return
-        if unit_layers is not None and None in self.space.unit_layers:
-            default = self.work.layout(*shape[:2], order, None, by_layer=False)
-            if layout.units == default.units:
-                return
+        is_other = unit_layers is not None and None in self.space.unit_layers
+        if is_other and layout.units == layout_of(None, by_layer=False).units:
+            return
         # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
-        by_layer = self.work.layout(*shape[:2], order, unit_layers, by_layer=True)
+        by_layer = layout_of(unit_layers, by_layer=True)
         is_same = layout.units == by_layer.units
         has_plain = "none" in self.space.recompute and 0.0 in self.space.offload
-        setting = Setting(*shape[:2], order, unit_layers=unit_layers)
+        setting = Setting(*shape[:2], order, unit_layers=unit_layers, shards=shards)
         shardings = [*shardings_of(self.space, by_layer)]
         found = [LaidOut(setting, layout, has_plain, is_same, shardings)]
         if not is_same and 1 not in self.space.unit_layers:

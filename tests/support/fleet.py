@@ -193,7 +193,7 @@ def _run(
         real_restart(executor, program)
 
     optimizer.step, optimizer.square_sum = recording_step, faulty_sum
-    Executor._restart_step = counted_restart
+    Executor._restart_step = counted_restart  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder, recorded_reductions(plan) as reductions:
         runner = Runner(plan, rank, Path(folder, "progress"), gpu=gpu_of(rank))
         try:
@@ -215,7 +215,8 @@ def _run(
                 state |= state_by_name(parameters)
             sizes = buffer_bytes(runner.state.parameters, runner.shards, runner.state.frozen)
         finally:
-            optimizer.step, optimizer.square_sum, Executor._restart_step = real_step, real_sum, real_restart
+            optimizer.step, optimizer.square_sum = real_step, real_sum
+            Executor._restart_step = real_restart  # type: ignore[method-assign]
         runner.close()  # not after a failure: it would wait for ranks that wait for this one
     return Outcome(results, gradients, state, shards, sizes, evaluations, reductions, restarts)
 
