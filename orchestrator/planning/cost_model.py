@@ -98,6 +98,7 @@ def guess_costs(
         reduce_replicas=replicas if zero and shards else (),
         norm=norm,
         step=step,
+        validate_step=step,
         launch=rates.launch,
         recompute=again if modes else (),
         offload=tuple(map(rates.host_memory.seconds, offloaded)),

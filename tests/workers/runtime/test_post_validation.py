@@ -19,6 +19,7 @@ from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Key, Op, instructions_of
 from pentad.schedules.passes.post_validation import ROLLBACK, VALIDATE
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.model import Experts
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -145,6 +146,16 @@ def test_zb_h2_loses_nothing_between_steps(ranks, m):
     ends = {span.rank: span.end for span in timeline.spans if span.op == "STEP"}
     starts = {rank: min(s.start for s in timeline.compute if s.rank == rank) for rank in range(ranks)}
     assert max(end - starts[rank] for rank, end in ends.items()) == pytest.approx(timeline.longest)
+
+
+def test_a_step_waits_for_the_update_of_the_one_before():
+    """VALIDATE updates master weights between the forwards of the warm-up and the first backward."""
+    program = compile_program("1f1b", 1, 4, post_validation=True)
+    costs = Costs.uniform(1)
+    later = simulate(program, replace(costs, validate_step=0.5))
+    assert later.makespan == pytest.approx(simulate(program, costs).makespan + 0.5)
+    found = read_costs(program, later)
+    assert found is not None and found.validate_step == pytest.approx(0.5)
 
 
 def mutated(program, rank, change):
