@@ -381,5 +381,5 @@ def test_zero_divides_the_optimizer_step(zero: int) -> None:
     full, sharded = (costs_of(make_plan(load(None, [*words, f"zero.stage={stage}"]), "cpu")) for stage in (0, zero))
     assert sharded.step == sharded.validate_step == pytest.approx(full.step / 2)
     assert sharded.norm < full.norm
-    ends = {"step": full.step, "validate_step": full.validate_step, "norm": full.norm}
-    assert replace(sharded, **ends, reduce=full.reduce, gather=full.gather) == full
+    same = replace(sharded, step=full.step, validate_step=full.validate_step, norm=full.norm)
+    assert replace(same, reduce=full.reduce, gather=full.gather) == full
