@@ -68,8 +68,7 @@ def guess_costs(
     """
     mesh, mirrors, shards = piece.mesh, num_mirrors(placement), piece.zero_shards
     reduced: dict[str, Any] = {"bf16": bf16_reduce, "mirrors": mirrors, "shards": shards}
-    found: dict[tuple[Kind, str], tuple[float, ...]] = {}
-    keys = list[tuple[Kind, str]]()
+    found, keys = dict[tuple[Kind, str], tuple[float, ...]](), list[tuple[Kind, str]]()
     for span, mode in zip(layers, modes or ("none",) * len(layers), strict=True):
         keys.append((kind_of(model, piece.fp8, span), mode))
         if keys[-1] not in found:

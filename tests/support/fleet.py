@@ -5,10 +5,13 @@ from __future__ import annotations
 import faulthandler
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from bf16_sums import Reduced, recorded_reductions
@@ -166,12 +169,11 @@ def _run(
     from recorded_graphs import record_graphs
 
     from pentad.workers.params import optimizer
-    from pentad.workers.runtime.executor import Executor
     from pentad.workers.runtime.runner import Runner
 
     gradients: list[dict[str, torch.Tensor]] = []
-    real_step, real_sum, real_restart = optimizer.step, optimizer.square_sum, Executor._restart_step
-    sums = restarts = 0  # calls of square_sum so far, and of _restart_step
+    real_step, real_sum = optimizer.step, optimizer.square_sum
+    sums = 0  # calls of square_sum so far
     sums_per_step = sum(replicas(plan, share, rank)[0] == rank for share in plan.param_shards_of(rank))
 
     def recording_step(parameters, spec, number, scale, directions=None):
@@ -187,14 +189,8 @@ def _run(
         sums += 1
         return real_sum(parameters, counted)
 
-    def counted_restart(executor, program):
-        nonlocal restarts
-        restarts += 1
-        real_restart(executor, program)
-
     optimizer.step, optimizer.square_sum = recording_step, faulty_sum
-    Executor._restart_step = counted_restart  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as folder, recorded_reductions(plan) as reductions:
+    with tempfile.TemporaryDirectory() as folder, recorded_reductions(plan) as reductions, restarted() as restarts:
         runner = Runner(plan, rank, Path(folder, "progress"), gpu=gpu_of(rank))
         try:
             if rank == 0:
@@ -216,9 +212,23 @@ def _run(
             sizes = buffer_bytes(runner.state.parameters, runner.shards, runner.state.frozen)
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum
-            Executor._restart_step = real_restart  # type: ignore[method-assign]
         runner.close()  # not after a failure: it would wait for ranks that wait for this one
-    return Outcome(results, gradients, state, shards, sizes, evaluations, reductions, restarts)
+    return Outcome(results, gradients, state, shards, sizes, evaluations, reductions, len(restarts))
+
+
+@contextmanager
+def restarted() -> Iterator[list[int]]:
+    """The steps that this process begins again meanwhile."""
+    from pentad.workers.runtime.executor import Executor
+
+    steps, restart = list[int](), Executor._restart_step
+
+    def recording_restart(executor, program):
+        steps.append(executor.step)
+        restart(executor, program)
+
+    with patch.object(Executor, "_restart_step", recording_restart):
+        yield steps
 
 
 def buffer_bytes(parameters, shards, frozen) -> dict[str, int]:
