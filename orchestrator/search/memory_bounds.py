@@ -15,7 +15,7 @@ from pentad.orchestrator.activations.activation_peaks import run_order, stage_ac
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import CUBLAS
 from pentad.orchestrator.search.layout import Layout, UnitBytes
-from pentad.orchestrator.search.space import Setting, Sharding
+from pentad.orchestrator.search.space import Setting
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.ir.columns import Array, op_mask
 from pentad.schedules.ir.instruction import Op
@@ -25,7 +25,6 @@ from pentad.schedules.spec.lora import shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.tensors import LayerRange
 
-_B_OR_BW = "B or BW"
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
 
 
@@ -141,21 +140,14 @@ def _held_before(program: Program, rank: int, order: Array) -> dict[tuple[str, i
 
 
 class MemoryBounds:
-    """Lower bounds on the memory of the settings with one layout and, if that is known, one compute order, or how many
-    forwards a rank runs in its only stage before the first backward."""
+    """Lower bounds on the memory of the settings with one layout and one compute order."""
 
-    def __init__(self, layout: Layout, timed: Timed | None = None, warm_up: Sequence[int] | None = None) -> None:
+    def __init__(self, layout: Layout, timed: Timed) -> None:
         self.layout, self.timed = layout, timed
         last = len(layout.placement) - 1
         self.ranks = dict.fromkeys((0, last, *range(last)))
-        self._held = cache(self._held_by)
-        self._warm_up = warm_up
+        self._held = cache(lambda rank: _held(timed.program, rank, is_local=layout.mesh.is_local))
         self._known = cache(self._activations_of)
-
-    def _held_by(self, rank: int) -> Held:
-        if self.timed is None:
-            return Held.by_action(_least_held(self.layout, rank, self._warm_up))
-        return _held(self.timed.program, rank, is_local=self.layout.mesh.is_local)
 
     def least(self, setting: Setting, limit: float = inf) -> int:
         """Bytes of the fullest rank with a setting, or of the first one that exceeds the limit; those of a custom
@@ -168,20 +160,11 @@ class MemoryBounds:
                 break
         return found
 
-    def least_of(self, settings: Sequence[Setting], shardings: Sequence[Sharding]) -> int:
-        """Bytes of the fuller end of the pipeline with those of the settings and of the shardings that take least."""
-        found, counts = 0, self.layout.model.custom is None
-        for rank in {0, len(self.layout.placement) - 1}:
-            state = min(state_bytes(self.layout, rank, *each) for each in shardings)
-            saved = min((self._activations(rank, each) for each in settings), default=0) if counts else 0
-            found = max(found, state + saved)
-        return found
-
     def _activations(self, rank: int, setting: Setting) -> int:
         return self._known(rank, setting._replace(zero=0, max_gathered=None))  # which do not count here
 
     def _activations_of(self, rank: int, setting: Setting) -> int:
-        if self.timed is not None and setting.offload:
+        if setting.offload:
             return self._beside_copies(rank, setting)
         stages = self.layout.placement[rank]
         units = {stage: self._of_stage(stage, setting) for stage in stages}
@@ -192,7 +175,6 @@ class MemoryBounds:
 
     def _beside_copies(self, rank: int, setting: Setting) -> int:
         """Of a rank that offloads: unit by unit, with what is not copied, or is on its way."""
-        assert self.timed is not None
         program, trips = self.timed.of_units, self.timed.trips
         columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
         held = program.placement[rank]
@@ -252,20 +234,8 @@ class MemoryBounds:
         return UnitBytes(saved, found.deferred, found.forward(mode).peak, backward, both)
 
 
-def _least_held(layout: Layout, rank: int, warm_up: Sequence[int] | None) -> dict[tuple[str, int], Array]:
-    """In any order: a rank's first backward is of its last stage, when it has saved a piece of all its stages, or of
-    that stage where they have mirrors."""
-    held = layout.placement[rank]
-    if layout.holders > 1:
-        return {(_B_OR_BW, stage): np.eye(1, 2 * len(held), number, dtype=int) for number, stage in enumerate(held)}
-    rows = np.repeat([[1 if warm_up is None else warm_up[rank], 0]], len(held), axis=1)
-    return {(_B_OR_BW, max(held)): rows}
-
-
 def _during(name: str, units: Sequence[UnitBytes]) -> int:
-    """The most bytes beyond those before it that an action of a stage takes, unit by unit; _B_OR_BW: at least."""
-    if name == _B_OR_BW:
-        return min(_during("B", units), _during("BW", units))
+    """The most bytes beyond those before it that an action of a stage takes, unit by unit."""
     most = passed = 0
     for unit in units if name == "F" else reversed(units):
         most = max(most, passed + (unit.forward if name == "F" else unit.backward if name == "B" else unit.both))

@@ -34,12 +34,12 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search.branches import Branch, Chain, Fitting, Group, LaidOut, Ordered, Shape
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
-from pentad.orchestrator.search.memory_savings import savings_of, shardings_of
+from pentad.orchestrator.search.memory_savings import most_saving, savings_of, shardings_of
 from pentad.orchestrator.search.placement_bounds import order_bound, placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.result import Missed, Refusal, SearchResult
 from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, reset, space_of, with_setting
-from pentad.orchestrator.search.time_bounds import Timed, compute_order, least_warm_up
+from pentad.orchestrator.search.time_bounds import Timed, compute_order
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.gc_pause import gc_paused
@@ -240,19 +240,12 @@ class _Search:
         if not is_same and 1 not in self.space.unit_layers:
             found.append(LaidOut(setting, by_layer, False, True, shardings))
         for each in found:
-            least = each.least_bytes(self.space)
-            if least > self.device.bytes and self.found.missed is not None:  # of which the first is to be named
-                self._needs(shape.mesh, least)
-            else:
-                self._push(order_bound(each.layout, order, shape.microbatches), each)
+            self._push(order_bound(each.layout, order, shape.microbatches), each)
 
     def _groups(self, branch: LaidOut) -> None:
         """By ZeRO's stage and gathered units, with the order that is made here."""
         setting, layout, is_plain, is_saving, shardings = branch
-        saved = branch.most_saving(self.space)
-        warm_up = least_warm_up(layout, setting.order, setting.microbatches)
-        if warm_up and not self._may_fit(MemoryBounds(layout, warm_up=warm_up), saved, [*chain(*shardings)]):
-            return
+        saved = most_saving(self.space, setting, layout, is_plain, is_saving)
         timed = Timed(layout, compute_order(layout, setting.order, setting.microbatches))
         bounds = MemoryBounds(layout, timed)
         for row in shardings:

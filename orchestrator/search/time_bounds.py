@@ -16,7 +16,7 @@ import numpy as np
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.offload_bounds import times_beside_copies
 from pentad.orchestrator.search.space import Order, Setting
-from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
+from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
@@ -44,14 +44,6 @@ def compute_order(layout: Layout, order: Order, microbatches: int) -> Program:
     if "costs" not in CATALOGUE[order.name].accepts:
         return layout.work.order(order, ranks, microbatches, slices)
     return generate(order.name, ranks, microbatches, order.options, layout.of_order)
-
-
-def least_warm_up(layout: Layout, order: Order, microbatches: int) -> Sequence[int] | None:
-    """By rank: forwards before the first backward, of an order that takes long to make."""
-    if (warm_up := CATALOGUE[order.name].warm_up) is None:
-        return None
-    spec = spec_of(order.name, len(layout.placement), microbatches, order.options, layout.of_order)
-    return warm_up(spec)
 
 
 @dataclass(frozen=True, eq=False)
