@@ -13,7 +13,7 @@ from pentad.schedules.generators import custom, torch_csv
 from pentad.schedules.generators.dualpipe import dualpipe, dualpipe_v
 from pentad.schedules.generators.one_f_one_b import gpipe, interleaved, one_f_one_b
 from pentad.schedules.generators.v_blocks import most_saved_by_v_half, most_saved_by_v_min, v_half, v_min
-from pentad.schedules.generators.zb_auto import least_warm_up, most_saved, zb_1p, zb_2p
+from pentad.schedules.generators.zb_auto import most_saved, zb_1p, zb_2p
 from pentad.schedules.generators.zb_h import zb_h1, zb_h2
 from pentad.schedules.generators.zb_v import zb_v
 from pentad.schedules.ir.errors import PentadError
@@ -66,8 +66,7 @@ class Entry:
 
     `summary` says in a line what the schedule does, `paper` where it was published. `accepts` names its options,
     `chunks` and `slices` are its defaults, and `refusal` says what is wrong with a size, or is empty. Of a schedule
-    that plans with costs, `most_saved` gives the microbatches of activations that no rank exceeds; of one that takes
-    long to generate, `warm_up` the forwards of every rank before its first backward, at least.
+    that plans with costs, `most_saved` gives the microbatches of activations that no rank exceeds.
     """
 
     generate: Callable[[ScheduleSpec], Sequence[Stream]]
@@ -79,7 +78,6 @@ class Entry:
     accepts: frozenset[str] = frozenset()
     refusal: Callable[[ScheduleSpec], str] = lambda spec: ""
     most_saved: Callable[[ScheduleSpec], float] | None = None
-    warm_up: Callable[[ScheduleSpec], Sequence[int]] | None = None
 
 
 def _per_rank(generate: Callable[[int, int, int], Iterator[Action]], spec: ScheduleSpec) -> Sequence[Stream]:
@@ -135,7 +133,6 @@ CATALOGUE = {
         _ZERO_BUBBLE,
         accepts=_PLANNED,
         most_saved=lambda spec: most_saved(spec, spec.ranks),
-        warm_up=lambda spec: least_warm_up(spec, spec.ranks),
     ),
     "zb-2p": Entry(
         zb_2p,
@@ -143,7 +140,6 @@ CATALOGUE = {
         _ZERO_BUBBLE,
         accepts=_PLANNED,
         most_saved=lambda spec: most_saved(spec, 2 * spec.ranks),
-        warm_up=lambda spec: least_warm_up(spec, 2 * spec.ranks),
     ),
     "interleaved-zb": Entry(
         zb_h1,

@@ -236,7 +236,7 @@ def heads_and_mtp(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     piece = piece._replace(fp8=None)
     for _ in range(model.mtp_layers):
         yield from mtp_input(model, piece)
-        has_window = model.layer_kind(model.layers).window > 0
+        has_window = model.window(model.layers) > 0
         yield from chain(*chain(*sublayers(model, model.experts is not None, has_window, piece)))
         yield from head(model, piece)
 
@@ -358,7 +358,7 @@ def row_bytes(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> in
     """The bytes of what layers save without recomputation that RECOMPUTE makes row by row."""
     parts, found = recomputed_parts(mode), 0
     for number in held.numbers:
-        has_window, own = model.layer_kind(number).window > 0, piece.of_layer(number, model.layers)
+        has_window, own = model.window(number) > 0, piece.of_layer(number, model.layers)
         made = chain(*chain(*sublayers(model, number >= model.dense_layers, has_window, own)))
         found += sum(each.bytes for each in made if not parts.isdisjoint(each.parts) and is_row_wise(each.parts))
     return found
@@ -368,7 +368,7 @@ def _kept(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> Iterat
     """What layers allocate and do not recompute; heads recompute nothing."""
     recomputed = recomputed_parts(mode)
     for number in held.numbers:
-        has_window, own = model.layer_kind(number).window > 0, piece.of_layer(number, model.layers)
+        has_window, own = model.window(number) > 0, piece.of_layer(number, model.layers)
         for each in chain(*chain(*sublayers(model, number >= model.dense_layers, has_window, own))):
             if recomputed.isdisjoint(each.parts):
                 yield each

@@ -133,7 +133,7 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
         layer_effects(
             model,
             number >= model.dense_layers,
-            model.layer_kind(number).window > 0,
+            model.window(number) > 0,
             piece.of_layer(number, model.layers),
         )
         for number in held.numbers
@@ -245,7 +245,8 @@ def activation_peak(plan: Plan, program: Program, rank: int) -> ActivationPeak:
 
 
 def bytes_over_stream(plan: Plan, program: Program, pp: int) -> tuple[Array, Array]:
-    """([rows] bytes that a pipeline rank holds after each instruction, [rows] and at most during it)."""
+    """([rows] bytes that a pipeline rank holds after each instruction, [rows] and at most during it), in the order of
+    `run_order`."""
     columns, (first, end) = program.columns, program.columns.rank_offsets[pp : pp + 2]
     places, mask = np.stack([*_places(program, pp)]), _HAS_EFFECT[columns.op[first:end]]
     effects, taken = np.zeros((2, end - first), np.int64), np.zeros(end - first, np.int64)
@@ -261,9 +262,22 @@ def bytes_over_stream(plan: Plan, program: Program, pp: int) -> tuple[Array, Arr
         row, sizes = columns.wait_row[waits] - first, np.array([each.taken for each in cuts])
         frees = (columns.wait_op[waits] == CODE[Op.OFFLOAD]) & _FREES[columns.op[first:end][row]]
         np.add.at(taken, row[frees], sizes[columns.wait_stage[waits][frees]])
+    order = run_order(program, pp, is_local=plan.is_local)
+    effects, taken = effects[:, order], taken[order]
     after = np.cumsum(effects[0] - taken)
     before = after - effects[0] + taken
     return after, np.maximum(before, before - taken + effects[1])
+
+
+def run_order(program: Program, pp: int, *, is_local: bool) -> Array:
+    """The rows of a pipeline rank, counted from its first, in the order in which they take memory. The backward of an
+    overlapped pair starts first, and where layers need no communication (`is_local`) the forward follows its end;
+    elsewhere they alternate, which takes at most what the forward and then the backward take."""
+    columns, (first, end) = program.columns, program.columns.rank_offsets[pp : pp + 2]
+    order = np.arange(end - first)
+    pairs = np.flatnonzero(columns.is_second[first:end]) if is_local else order[:0]
+    order[pairs], order[pairs - 1] = pairs - 1, pairs
+    return order
 
 
 class _Place(NamedTuple):

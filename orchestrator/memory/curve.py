@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
 
-from pentad.orchestrator.activations.activation_peaks import bytes_over_stream
+from pentad.orchestrator.activations.activation_peaks import bytes_over_stream, run_order
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import costs_of, memories
 from pentad.schedules.draw.memory import MemoryCurve, Sample, UnitName
@@ -45,19 +45,24 @@ def planned_memory(plan: Plan) -> DrawnMemory:
     for pp, stream in enumerate(plan.program.streams):
         held, peaks = (each.tolist() for each in bytes_over_stream(plan, plan.program, pp))
         fixed.append(needs[plan.mesh.move(0, pp=pp)]["total"] - max(peaks, default=0))
-        changes = _changes(list(instructions_of(stream)), held, peaks)
+        order = run_order(plan.program, pp, is_local=plan.is_local).tolist()
+        changes = _changes(list(instructions_of(stream)), held, peaks, order)
         for column, change in zip((starts, ends), zip(*changes, strict=True), strict=True):
             column += change
     return DrawnMemory(True, 1, fixed, starts, ends)
 
 
-def _changes(parts: list[Instruction], held: list[int], peaks: list[int]) -> list[list[int]]:
-    """At the start and at the end of each instruction of a stream. A RELOAD's memory is taken with the compute before
-    it, as in `_activations`."""
+def _changes(parts: list[Instruction], held: list[int], peaks: list[int], order: list[int]) -> list[list[int]]:
+    """At the start and at the end of each instruction of a stream, which run in this order. A RELOAD's memory is taken
+    with the compute before it, as in `_activations`, and that of a pair whose forward runs last with its backward."""
     changes = [[0, 0] for _ in parts]
     last, before, pending = -1, 0, 0
-    for row, (part, after, peak) in enumerate(zip(parts, held, peaks, strict=True)):
-        if part.op in ON_COMPUTE_LANE:
+    for row, after, peak in zip(order, held, peaks, strict=True):
+        part = parts[row]
+        if row < last:  # the forward: more is taken only where it needs more than the backward did
+            more = max(0, peak - before + changes[last][1])
+            changes[last] = [changes[last][0] + more, changes[last][1] - more + after - before]
+        elif part.op in ON_COMPUTE_LANE:
             changes[row] = [peak - before + pending, after - peak]
             last, pending = row, 0
         elif part.op is Op.RELOAD and last < 0:
@@ -129,7 +134,9 @@ def _activations(
     by_unit, before = defaultdict[int, int](int), 0
     found, latest = [(0.0, dict[int, int](), 0)], 0.0
     held, peaks = bytes_over_stream(plan, plan.program, pp)
-    for (part, start, end), after, peak in zip(times, held.tolist(), peaks.tolist(), strict=True):
+    order = run_order(plan.program, pp, is_local=plan.is_local)
+    for row, after, peak in zip(order.tolist(), held.tolist(), peaks.tolist(), strict=True):
+        part, start, end = times[row]
         if part.op not in ON_COMPUTE_LANE and part.op is not Op.RELOAD:
             continue
         start, end = (latest, latest) if part.op is Op.RELOAD else (max(latest, start), max(latest, end))

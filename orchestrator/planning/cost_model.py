@@ -68,8 +68,7 @@ def guess_costs(
     """
     mesh, mirrors, shards = piece.mesh, num_mirrors(placement), piece.zero_shards
     reduced: dict[str, Any] = {"bf16": bf16_reduce, "mirrors": mirrors, "shards": shards}
-    found: dict[tuple[Kind, str], tuple[float, ...]] = {}
-    keys = list[tuple[Kind, str]]()
+    found, keys = dict[tuple[Kind, str], tuple[float, ...]](), list[tuple[Kind, str]]()
     for span, mode in zip(layers, modes or ("none",) * len(layers), strict=True):
         keys.append((kind_of(model, piece.fp8, span), mode))
         if keys[-1] not in found:
@@ -98,6 +97,7 @@ def guess_costs(
         reduce_replicas=replicas if zero and shards else (),
         norm=norm,
         step=step,
+        validate_step=step,
         launch=rates.launch,
         recompute=again if modes else (),
         offload=tuple(map(rates.host_memory.seconds, offloaded)),
@@ -109,7 +109,7 @@ def kind_of(model: ModelSpec, fp8: Fp8Spec | None, span: LayerRange) -> Kind:
     if model.custom is not None:
         return span
     layers = (
-        (number >= model.dense_layers, model.layer_kind(number), fp8 is None or fp8.covers(number, model.layers))
+        (number >= model.dense_layers, model.window(number), fp8 is None or fp8.covers(number, model.layers))
         for number in span.numbers
     )
     return *layers, span.has_embedding, span.has_head

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pentad.orchestrator.activations.allocations import BYTES, Piece, piece_of, wide_bytes
 from pentad.orchestrator.activations.kernel_choice import Shape, kernel_shapes
 from pentad.orchestrator.config.config import Layout, RunConfig
-from pentad.orchestrator.planning.cost_model import compute_seconds, guess_costs
+from pentad.orchestrator.planning.cost_model import Kind, compute_seconds, guess_costs, kind_of
 from pentad.orchestrator.planning.hardware import gpu_of, links_of, ranks_on_host, rates_for, rates_of
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.orchestrator.planning.parameter_collectives import local_parameters
@@ -80,15 +80,16 @@ def units_of(
     """The number of units of each stage, given its layers: of memory.unit_layers each; by default of one where layers
     recompute or are offloaded, and of at most UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce
     some while backward continues. What a custom model recomputes is a whole stage."""
-    found, lora = [], config.lora_spec
+    found, lora, parameters = [], config.lora_spec, dict[Kind, int]()
     for layers in stages:
         size = config.memory.unit_layers or len(layers.numbers)
         if config.memory.unit_layers is None and config.memory.by_layer and model.custom is None:
             size = 1
         elif config.memory.unit_layers is None and shared:
             inner = LayerRange(layers.first, layers.end)
-            gradients = wide_bytes(dtype) * sum(local_parameters(model, lora, inner, mesh))
-            size = max(1, int(size * UNIT_BYTES / max(1, gradients)))
+            if (kind := kind_of(model, None, inner)) not in parameters:
+                parameters[kind] = sum(local_parameters(model, lora, inner, mesh))
+            size = max(1, int(size * UNIT_BYTES / max(1, wide_bytes(dtype) * parameters[kind])))
         found.append(num_units(layers, size))
     return tuple(found)
 

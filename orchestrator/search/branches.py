@@ -6,14 +6,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.search.layout import Layout
 from pentad.orchestrator.search.memory_bounds import MemoryBounds
-from pentad.orchestrator.search.memory_savings import most_saving
-from pentad.orchestrator.search.space import Order, Setting, Sharding, Space
+from pentad.orchestrator.search.space import Order, Setting, Sharding
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.spec.mesh import Mesh
 
@@ -28,6 +26,7 @@ class Ordered(NamedTuple):
     shape: Shape
     order: Order
     unit_layers: int | None
+    shards: int | None
 
     @property
     def mesh(self) -> Mesh:
@@ -46,18 +45,6 @@ class LaidOut(NamedTuple):
     @property
     def mesh(self) -> Mesh:
         return self.setting.mesh
-
-    def most_saving(self, space: Space) -> list[Setting]:
-        """What takes least memory, in its order, of each kind of settings."""
-        return most_saving(space, self.setting, self.layout, self.is_plain, self.is_saving)
-
-    def least_bytes(self, space: Space) -> int:
-        """That any order with this layout needs, with what takes least of all settings."""
-        known, key = self.layout.known, ("least", self.is_plain, self.is_saving)
-        if key not in known:
-            shardings = [*chain.from_iterable(self.shardings)]
-            known[key] = MemoryBounds(self.layout).least_of(self.most_saving(space), shardings)
-        return int(known[key])
 
 
 class Group(NamedTuple):

@@ -5,11 +5,11 @@ All settings with one mesh, size of microbatches and placement of stages share a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pentad.orchestrator.activations.activation_memory import cuts
 from pentad.orchestrator.activations.allocations import BYTES, Piece
@@ -31,6 +31,7 @@ from pentad.orchestrator.planning.parameter_collectives import (
     num_mirrors,
     parameters_in_8_bits,
     reduction_seconds,
+    replica_seconds,
 )
 from pentad.orchestrator.planning.planning import default_gathered
 from pentad.orchestrator.search.space import Order, Setting
@@ -77,26 +78,24 @@ def placement_of(order: Order, ranks: int, microbatches: int, slices: int) -> Pl
 
 
 class Work:
-    """What is to be planned: a configuration on GPUs, and what its layouts have in common. `held` as in `space_of`;
-    None: everything that a setting does not say."""
+    """What is to be planned: a configuration on GPUs, and what its layouts have in common."""
 
-    def __init__(self, config: RunConfig, held: Collection[str] | None = None) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self.config, self.model = config, config.model_spec("bfloat16")
         self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
         self.lora, self.gpu, self.rates = config.lora_spec, gpu_of(config.cluster), rates_for(config.cluster, "cuda")
         self.launched = launched(self.rates)
-        self.zero_shards = (config.zero.shards or 0) if held is None or "zero.shards" in held else 0
         self.fp8 = fp8_spec(config, self.model, self.rates)
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
-        self.state: dict[tuple[Mesh, Placement, int, bool], int] = {}  # least bytes of it, by ZeRO's stage
+        self.state: dict[tuple[Mesh, int, Placement, int, bool], int] = {}  # least bytes of it, by ZeRO's stage
         self.counts_before_last: dict[tuple[Order, int, int, int], list[Array]] = {}  # placement_bounds.py
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._kinds: dict[LayerRange, int] = {}
         self._numbers: dict[Kind, int] = {}
         self._compute: dict[tuple[Piece, bool], dict[int, Compute]] = {}  # by piece, and whether without graphs
-        self._reduce: dict[tuple[Mesh, int, int, int], float] = {}
-        self._gather: dict[tuple[Mesh, int, int], float] = {}
+        self._reduce: dict[tuple[Mesh, int, int, int, int], tuple[float, float]] = {}
+        self._gather: dict[tuple[Mesh, int, int, int], float] = {}
         self._parameters: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     def _with_units(self, layers: int | None) -> RunConfig:
@@ -114,15 +113,17 @@ class Work:
         return generate(order.name, ranks, microbatches, options)
 
     def slices(self, order: Order) -> int:
-        if CATALOGUE[order.name].slices == 1:
-            return 1
+        if CATALOGUE[order.name].slices == 1 or order.options.slices:
+            return order.options.slices or 1
         return next(k for k in range(CATALOGUE[order.name].slices, 0, -1) if self.length % k == 0)
 
-    def _piece(self, mesh: Mesh, microbatches: int, slices: int) -> Piece:
+    def _piece(self, mesh: Mesh, microbatches: int, slices: int, shards: int = 0) -> Piece:
         """Raises PentadError for sizes that do not divide."""
         rows = self.config.batch.global_batch_size // (mesh.dp * mesh.ep * microbatches)
         if self.model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
             raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
+        if shards and (holders := mesh.dp * mesh.cp * (1 if self.model.experts else mesh.ep)) % shards:
+            raise PentadError(f"zero.shards is {shards}: expected a divisor of {holders}, on {mesh}")
         method, length = self.config.mesh.cp_method, self.config.batch.sequence_length
         check_divisibility(self.model, mesh, length, rows, slices, method)
         sizes = rows, length // slices // mesh.cp
@@ -131,14 +132,17 @@ class Work:
         return found._replace(
             logit_rows=logit_rows(self.config, mesh, self.dtype),
             expert_slots=slots,
-            zero_shards=self.zero_shards,
+            zero_shards=shards,
             kernels=KernelChoice(self.config.precision.kernels),
         )
 
-    def layout(self, mesh: Mesh, microbatches: int, order: Order, unit_layers: int | None, *, by_layer: bool) -> Layout:
+    def layout(
+        self, mesh: Mesh, microbatches: int, order: Order, unit_layers: int | None, *, by_layer: bool, shards: int = 0
+    ) -> Layout:
         """Raises PentadError for sizes that do not divide."""
         slices = self.slices(order)
-        placement, piece = placement_of(order, mesh.pp, microbatches, slices), self.piece(mesh, microbatches, slices)
+        placement = placement_of(order, mesh.pp, microbatches, slices)
+        piece = self.piece(mesh, microbatches, slices, shards)
         key = piece, placement, unit_layers, by_layer and unit_layers is None
         if key not in self._layouts:
             self._layouts[key] = Layout(self, placement, piece, unit_layers, by_layer)
@@ -146,7 +150,8 @@ class Work:
 
     def layout_of(self, setting: Setting) -> Layout:
         by_layer = setting.recompute != "none" or setting.offload > 0
-        return self.layout(setting.mesh, setting.microbatches, setting.order, setting.unit_layers, by_layer=by_layer)
+        given = setting.mesh, setting.microbatches, setting.order, setting.unit_layers
+        return self.layout(*given, by_layer=by_layer, shards=setting.shards or 0)
 
     def rates_of(self, mesh: Mesh) -> Rates:
         """Those with which no plan on this mesh takes longer than with its own: those with graphs, if it may have
@@ -159,38 +164,40 @@ class Work:
         """F, B and W of one piece in a span of layers, at `rates_of` the mesh or at others."""
         rates = rates or self.rates_of(piece.mesh)
         mesh = replace(piece.mesh, dp=1, pp=1)  # on which nothing else depends
-        known = self._compute.setdefault((piece._replace(mesh=mesh), rates is self.rates), {})
+        known = self._compute.setdefault((piece._replace(mesh=mesh, zero_shards=0), rates is self.rates), {})
         if (kind := self.kind(span)) not in known:
             stage = stage_seconds(self.model, span, piece, rates, self.lora)
             known[kind] = Compute(stage.forward, stage.backward, stage.weight)
         return known[kind]
 
-    def reduce_seconds(self, mesh: Mesh, span: LayerRange, zero: int, mirrors: int) -> float:
-        """An all-reduce of a span's gradients, or with ZeRO two reduce-scatters."""
-        key = mesh, self.kind(span), zero, mirrors
+    def reduce_seconds(self, piece: Piece, span: LayerRange, zero: int, mirrors: int) -> tuple[float, float]:
+        """An all-reduce of a span's gradients, or with ZeRO two reduce-scatters; and what replicas of shards add."""
+        mesh, shards = piece.mesh, piece.zero_shards
+        key = mesh, shards, self.kind(span), zero, mirrors
         if key not in self._reduce:
-            given = self.model, self.lora, span, mesh, self.rates, zero
-            bf16 = self.config.precision.bf16_reduce
-            self._reduce[key] = reduction_seconds(*given, bf16=bf16, mirrors=mirrors, shards=self.zero_shards)
+            given = self.model, self.lora, span, mesh, self.rates
+            among: dict[str, Any] = {"bf16": self.config.precision.bf16_reduce, "mirrors": mirrors, "shards": shards}
+            replicas = replica_seconds(*given, **among) if zero and shards else 0.0
+            self._reduce[key] = reduction_seconds(*given, zero, **among), replicas
         return self._reduce[key]
 
     def gather_seconds(self, piece: Piece, span: LayerRange, mirrors: int) -> float:
         """At least what an all-gather of a span's weights takes with any stage of ZeRO; frozen ones do not count."""
-        key = piece.mesh, self.kind(span), mirrors
+        key = piece.mesh, piece.zero_shards, self.kind(span), mirrors
         if key not in self._gather:
             given = self.model, self.lora, span, piece, self.rates
             self._gather[key] = min(gather_seconds(*given, zero, mirrors) for zero in (1, 3))
         return self._gather[key]
 
-    def _end_seconds(self, mesh: Mesh, placement: Placement, zero: int) -> tuple[float, float]:
+    def _end_seconds(self, mesh: Mesh, shards: int, placement: Placement, zero: int) -> tuple[float, float]:
         """NORM and STEP of the fullest rank."""
         on_host = self.config.memory.optimizer == "host"
         given = self.model, self.stages(placement), placement, mesh, self.rates, zero, self.lora
-        return end_seconds(*given, host_optimizer=on_host, shards=self.zero_shards)
+        return end_seconds(*given, host_optimizer=on_host, shards=shards)
 
     def _stages(self, placement: Placement) -> tuple[LayerRange, ...]:
         """The layers of each stage."""
-        return split(self.model, placement, self.length)
+        return split(self.model, placement, self.length, self.config.schedule.layers_per_stage)
 
     def parameters(self, span: LayerRange, mesh: Mesh) -> tuple[int, int]:
         """Trained elements of layers on a rank: all but experts, and experts."""
@@ -313,14 +320,17 @@ class Layout:
     def _costs(self, zero: int) -> Costs:
         work, mirrors = self.work, num_mirrors(self.placement)
         forward, backward, weight = zip(*self._of_kinds(lambda unit: work.compute(self.piece, unit)), strict=True)
+        reductions = self._of_kinds(lambda unit: work.reduce_seconds(self.piece, unit, zero, mirrors))
+        reduce, replicas = zip(*reductions, strict=True)
         return Costs(
             forward,
             backward,
             weight,
             transfer_seconds(self.model, self.piece, work.rates),
-            *work.end_seconds(self.mesh, self.placement, zero),
+            *work.end_seconds(self.mesh, self.piece.zero_shards, self.placement, zero),
             work.rates.launch,
-            reduce=self._of_kinds(lambda unit: work.reduce_seconds(self.mesh, unit, zero, mirrors)),
+            reduce=reduce,
+            reduce_replicas=replicas,
             gather=self._of_kinds(lambda unit: work.gather_seconds(self.piece, unit, mirrors)) if zero else (),
         )
 
@@ -333,6 +343,13 @@ class Layout:
     def sharded(self) -> Costs:
         """The costs of units, with ZeRO."""
         return self._costs(1)
+
+    @cached_property
+    def last_scatters(self) -> tuple[float, ...]:
+        """Seconds of the last REDUCE_SCATTER of each unit in a step."""
+        return tuple(
+            each / 2 + own for each, own in zip(self.sharded.reduce, self.sharded.reduce_replicas, strict=True)
+        )
 
     @cached_property
     def of_stages(self) -> Costs:

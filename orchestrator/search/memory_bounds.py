@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pentad.orchestrator.activations.activation_peaks import stage_activations
+from pentad.orchestrator.activations.activation_peaks import run_order, stage_activations
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import CUBLAS
 from pentad.orchestrator.search.layout import Layout, UnitBytes
-from pentad.orchestrator.search.space import Setting, Sharding
+from pentad.orchestrator.search.space import Setting
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.ir.columns import Array, op_mask
 from pentad.schedules.ir.instruction import Op
@@ -24,16 +25,32 @@ from pentad.schedules.spec.lora import shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.tensors import LayerRange
 
-_B_OR_BW = "B or BW"
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
-_held_by_rank = WeakKeyDictionary[Lookup, dict[int, dict[tuple[str, int], Array]]]()  # by the lookup of a program
+
+
+class Held(NamedTuple):
+    """What a rank holds before each of its actions: in every of the `rows` [saved pieces of each stage, deferred ones
+    of each], before one that `actions[of[row]]`, an op and a stage, stands for."""
+
+    rows: Array
+    of: Array
+    actions: list[tuple[str, int]]
+
+    @staticmethod
+    def by_action(found: dict[tuple[str, int], Array]) -> Held:
+        of = np.repeat(np.arange(len(found)), [*map(len, found.values())])
+        return Held(np.concatenate([*found.values()]), of, [*found])
+
+
+# By the lookup of a program, and by rank and whether it is local.
+_held_by_rank = WeakKeyDictionary[Lookup, dict[tuple[int, bool], Held]]()
 
 
 def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
     """`state_bytes` of the fullest pipeline rank, or of the fuller end of the pipeline, if ZeRO needed no buffers.
     Units do not count, so that all layouts of a placement share it."""
     known, last = layout.work.state, len(layout.placement) - 1
-    if (key := (layout.mesh, layout.placement, zero, of_ends)) not in known:
+    if (key := (layout.mesh, layout.piece.zero_shards, layout.placement, zero, of_ends)) not in known:
         ranks = {0, last} if of_ends else range(last + 1)
         known[key] = max(state_bytes(layout, rank, zero, None, buffers=False) for rank in ranks)
     return known[key]
@@ -53,8 +70,8 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
     compute, wide, zero = BYTES[work.dtype], wide_bytes(work.dtype), zero if layout.is_shared else 0
     by_unit = [layout.parameters[unit] for unit in units]
     full, beside = sum(map(sum, by_unit)), _beside(layout, units, layout.parameters) if buffers and zero > 1 else 0
-    of_experts = work.zero_shards or mesh.dp * mesh.cp * layout.holders
-    of_rest = work.zero_shards or of_experts * mesh.ep
+    of_experts = layout.piece.zero_shards or mesh.dp * mesh.cp * layout.holders
+    of_rest = layout.piece.zero_shards or of_experts * mesh.ep
     shard = sum(dense / of_rest + experts / of_experts for dense, experts in by_unit) if zero else full
     frozen = sum(_frozen(layout, layout.layers[unit]) for unit in units) if work.lora is not None else 0
     weights: float = (full + frozen) * compute
@@ -91,13 +108,14 @@ def _frozen(layout: Layout, held: LayerRange) -> int:
     return sum(shard_size(shard_tensors(model, lora, held, experts=each, frozen=True), mesh) for each in (False, True))
 
 
-def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
-    """By op and stage of an action: what the rank holds before any such, in rows [saved pieces of each stage, deferred
-    ones of each]."""
+def _held(program: Program, rank: int, *, is_local: bool) -> Held:
+    """`is_local` as in `run_order`."""
     known = _held_by_rank.setdefault(program.lookup, {})
-    if rank not in known:
-        known[rank] = {key: _different(rows) for key, rows in _held_before(program, rank).items()}
-    return known[rank]
+    if (key := (rank, is_local)) not in known:
+        order = run_order(program, rank, is_local=is_local)
+        before = _held_before(program, rank, order).items()
+        known[key] = Held.by_action({action: _different(rows) for action, rows in before if len(rows)})
+    return known[key]
 
 
 def _different(rows: Array) -> Array:
@@ -105,9 +123,9 @@ def _different(rows: Array) -> Array:
     return np.array([*dict.fromkeys(map(tuple, rows.tolist()))], int)
 
 
-def _held_before(program: Program, rank: int) -> dict[tuple[str, int], Array]:
+def _held_before(program: Program, rank: int, order: Array) -> dict[tuple[str, int], Array]:
     columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
-    op, stage = columns.op[first:end], columns.stage[first:end]
+    op, stage = columns.op[first:end][order], columns.stage[first:end][order]
     changes = np.zeros((end - first, 2 * len(program.placement[rank])), int)
     for number, each in enumerate(program.placement[rank]):
         own = stage == each
@@ -122,14 +140,13 @@ def _held_before(program: Program, rank: int) -> dict[tuple[str, int], Array]:
 
 
 class MemoryBounds:
-    """Lower bounds on the memory of the settings with one layout and, if that is known, one compute order, or how many
-    forwards a rank runs in its only stage before the first backward."""
+    """Lower bounds on the memory of the settings with one layout and one compute order."""
 
-    def __init__(self, layout: Layout, timed: Timed | None = None, warm_up: Sequence[int] | None = None) -> None:
+    def __init__(self, layout: Layout, timed: Timed) -> None:
         self.layout, self.timed = layout, timed
         last = len(layout.placement) - 1
         self.ranks = dict.fromkeys((0, last, *range(last)))
-        self._held = cache(lambda rank: _held(timed.program, rank) if timed else _least_held(layout, rank, warm_up))
+        self._held = cache(lambda rank: _held(timed.program, rank, is_local=layout.mesh.is_local))
         self._known = cache(self._activations_of)
 
     def least(self, setting: Setting, limit: float = inf) -> int:
@@ -143,40 +160,30 @@ class MemoryBounds:
                 break
         return found
 
-    def least_of(self, settings: Sequence[Setting], shardings: Sequence[Sharding]) -> int:
-        """Bytes of the fuller end of the pipeline with those of the settings and of the shardings that take least."""
-        found, counts = 0, self.layout.model.custom is None
-        for rank in {0, len(self.layout.placement) - 1}:
-            state = min(state_bytes(self.layout, rank, *each) for each in shardings)
-            saved = min((self._activations(rank, each) for each in settings), default=0) if counts else 0
-            found = max(found, state + saved)
-        return found
-
     def _activations(self, rank: int, setting: Setting) -> int:
         return self._known(rank, setting._replace(zero=0, max_gathered=None))  # which do not count here
 
     def _activations_of(self, rank: int, setting: Setting) -> int:
-        if self.timed is not None and setting.offload:
+        if setting.offload:
             return self._beside_copies(rank, setting)
         stages = self.layout.placement[rank]
         units = {stage: self._of_stage(stage, setting) for stage in stages}
         bytes_of = np.array([sum(each[k] for each in units[stage]) for k in (0, 1) for stage in stages])
-        peak = 0
-        for (name, stage), rows in self._held(rank).items():
-            if len(rows):
-                peak = max(peak, int((rows @ bytes_of).max()) + _during(name, units[stage]))
-        return peak
+        held = self._held(rank)
+        during = np.array([_during(name, units[stage]) for name, stage in held.actions])
+        return max(0, int((held.rows @ bytes_of + during[held.of]).max()))
 
     def _beside_copies(self, rank: int, setting: Setting) -> int:
         """Of a rank that offloads: unit by unit, with what is not copied, or is on its way."""
-        assert self.timed is not None
         program, trips = self.timed.of_units, self.timed.trips
         columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
         held = program.placement[rank]
         sizes = np.zeros((program.stages, len(UnitBytes._fields) + 1), int)
         sizes[list(held)] = [self._with_copied(unit, setting) for unit in held]
         saved, deferred, *during, _ = sizes[columns.stage[first:end]].T
-        op = columns.op[first:end]
+        order = run_order(program, rank, is_local=self.layout.mesh.is_local)
+        saved, deferred, *during = (each[order] for each in (saved, deferred, *during))
+        op = columns.op[first:end][order]
         changes = _F[op] * saved + _B[op] * (deferred - saved) - _BW[op] * saved - _W[op] * deferred
         before = np.cumsum(changes) - changes
         own = np.flatnonzero(columns.rank[trips.forward] == rank)
@@ -227,20 +234,8 @@ class MemoryBounds:
         return UnitBytes(saved, found.deferred, found.forward(mode).peak, backward, both)
 
 
-def _least_held(layout: Layout, rank: int, warm_up: Sequence[int] | None) -> dict[tuple[str, int], Array]:
-    """In any order: a rank's first backward is of its last stage, when it has saved a piece of all its stages, or of
-    that stage where they have mirrors."""
-    held = layout.placement[rank]
-    if layout.holders > 1:
-        return {(_B_OR_BW, stage): np.eye(1, 2 * len(held), number, dtype=int) for number, stage in enumerate(held)}
-    rows = np.repeat([[1 if warm_up is None else warm_up[rank], 0]], len(held), axis=1)
-    return {(_B_OR_BW, max(held)): rows}
-
-
 def _during(name: str, units: Sequence[UnitBytes]) -> int:
-    """The most bytes beyond those before it that an action of a stage takes, unit by unit; _B_OR_BW: at least."""
-    if name == _B_OR_BW:
-        return min(_during("B", units), _during("BW", units))
+    """The most bytes beyond those before it that an action of a stage takes, unit by unit."""
     most = passed = 0
     for unit in units if name == "F" else reversed(units):
         most = max(most, passed + (unit.forward if name == "F" else unit.backward if name == "B" else unit.both))

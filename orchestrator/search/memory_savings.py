@@ -25,7 +25,7 @@ def shardings_of(space: Space, layout: Layout) -> Iterator[tuple[Sharding, ...]]
     found = [
         (zero, gathered)
         for zero, gathered in product(space.zero, space.max_gathered)
-        if gathered is None or (zero == 3 and not is_default)
+        if (gathered is None or (zero == 3 and not is_default)) and (zero or not layout.piece.zero_shards)
     ]
     found.sort(key=lambda each: (each[0], -(layout.gathered(each[1]) or units)))
     # In 8 bits ZeRO-3 gathers less at a time.

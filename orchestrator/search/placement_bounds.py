@@ -78,13 +78,14 @@ def order_bound(layout: Layout, order: Order, microbatches: int) -> float:
             most = max(most, start + path.whole[stage] - path.gradient[stage])
             units = layout.units_of_stages[stage]
             reducing += sum(plain.reduce[unit] for unit in units)
-            scattering += sum(sharded.reduce[unit] for unit in units) / 2
+            scattering += sum(layout.last_scatters[unit] for unit in units)
             reduced, scattered = max(reduced, start + reducing), max(scattered, start + scattering)
     if not layout.is_shared:
         seconds = most + update_seconds(layout.work, plain)
     else:
         with_zero = layout.first_wait + max(most, scattered) + update_seconds(layout.work, sharded)
-        seconds = min(with_zero, max(most, reduced) + update_seconds(layout.work, plain))
+        without = inf if layout.piece.zero_shards else max(most, reduced) + update_seconds(layout.work, plain)
+        seconds = min(with_zero, without)
     return max(placement_bound(layout, order, microbatches), seconds)
 
 
@@ -189,9 +190,10 @@ def _shared_bound(layout: Layout, path: _Path, pieces: int, held: Sequence[int])
     reduced = scattered = reducing = scattering = gathering = 0.0
     for release, stage in sorted(((path.release(stage, pieces), stage) for stage in held), reverse=True):
         units = layout.units_of_stages[stage]
-        own = sum(sharded.reduce[unit] for unit in units) / 2
+        own = sum(layout.last_scatters[unit] for unit in units)
         reducing, scattering = reducing + sum(plain.reduce[unit] for unit in units), scattering + own
         gathering += sum(sharded.gather[unit] for unit in units)
         reduced, scattered = max(reduced, release + reducing), max(scattered, release + scattering)
         after = min(after, (pieces - 1) * path.work(stage) + own)
-    return min(reduced, max(scattered, gathering + after))
+    with_zero = max(scattered, gathering + after)
+    return with_zero if layout.piece.zero_shards else min(reduced, with_zero)

@@ -173,7 +173,8 @@ def describe(planned: Planned) -> str:
         f"{batch.microbatches} x {batch.micro_batch_size} sequences",
     ]
     if setting.zero:
-        parts.append(f"ZeRO-{setting.zero}" + ", all units gathered" * (setting.max_gathered is not None))
+        over = "" if setting.shards is None else f" over {setting.shards} ranks"
+        parts.append(f"ZeRO-{setting.zero}{over}" + ", all units gathered" * (setting.max_gathered is not None))
     if setting.unit_layers is not None:
         parts.append("units of 1 layer" if setting.unit_layers == 1 else f"units of {setting.unit_layers} layers")
     if setting.recompute != "none":

@@ -34,12 +34,12 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search.branches import Branch, Chain, Fitting, Group, LaidOut, Ordered, Shape
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
-from pentad.orchestrator.search.memory_savings import savings_of, shardings_of
+from pentad.orchestrator.search.memory_savings import most_saving, savings_of, shardings_of
 from pentad.orchestrator.search.placement_bounds import order_bound, placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.result import Missed, Refusal, SearchResult
-from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, space_of, with_setting
-from pentad.orchestrator.search.time_bounds import Timed, compute_order, least_warm_up
+from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, reset, space_of, with_setting
+from pentad.orchestrator.search.time_bounds import Timed, compute_order
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.gc_pause import gc_paused
@@ -97,7 +97,7 @@ class _Search:
     def __init__(self, config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str]) -> None:
         self.config, self.space, self.device, self.held = config, space, device, held
         self.compared = without_evaluation(config)
-        self.work, self.found = Work(config, held), SearchResult(device, space, held)
+        self.work, self.found = Work(reset(config, held)), SearchResult(device, space, held)
         self._heap: list[tuple[float, int, Branch]] = []
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}
@@ -170,7 +170,8 @@ class _Search:
         least = IMPOSSIBLE
         for shape, order in ((each, order) for each in shapes for order in self.space.orders_on(*each[:2])):
             with suppress(PentadError):
-                layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False)
+                shards = self.space.shards_on(self.config, mesh)[0] or 0
+                layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False, shards=shards)
                 least = min(least, least_state_bytes(layout, max(self.space.zero), of_ends=False))
             if least <= self.device.bytes:
                 return True
@@ -207,9 +208,10 @@ class _Search:
 
     def _order(self, shape: Shape, order: Order) -> None:
         """By units, of which more take no less time."""
-        layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False)
-        for unit_layers in self.space.unit_layers if self._has_room_for_state(layout) else ():
-            self._push(placement_bound(layout, order, shape.microbatches), Ordered(shape, order, unit_layers))
+        for shards in self.space.shards_on(self.config, shape.mesh):
+            layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False, shards=shards or 0)
+            for unit in self.space.unit_layers if self._has_room_for_state(layout) else ():
+                self._push(placement_bound(layout, order, shape.microbatches), Ordered(shape, order, unit, shards))
 
     def _has_room_for_state(self, layout: Layout) -> bool:
         """Until the first setting that does not fit is named, only the ends of the pipeline count."""
@@ -220,37 +222,30 @@ class _Search:
 
     def _layouts(self, branch: Ordered) -> None:
         """By the layout of units."""
-        shape, order, unit_layers = branch
-        layout = self.work.layout(*shape[:2], order, unit_layers, by_layer=False)
+        shape, order, unit_layers, shards = branch
+        layout_of = partial(self.work.layout, *shape[:2], order, shards=shards or 0)
+        layout = layout_of(unit_layers, by_layer=False)
         if not self._has_room_for_state(layout):
             return
-        if unit_layers is not None and None in self.space.unit_layers:
-            default = self.work.layout(*shape[:2], order, None, by_layer=False)
-            if layout.units == default.units:
-                return
+        is_other = unit_layers is not None and None in self.space.unit_layers
+        if is_other and layout.units == layout_of(None, by_layer=False).units:
+            return
         # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
-        by_layer = self.work.layout(*shape[:2], order, unit_layers, by_layer=True)
+        by_layer = layout_of(unit_layers, by_layer=True)
         is_same = layout.units == by_layer.units
         has_plain = "none" in self.space.recompute and 0.0 in self.space.offload
-        setting = Setting(*shape[:2], order, unit_layers=unit_layers)
+        setting = Setting(*shape[:2], order, unit_layers=unit_layers, shards=shards)
         shardings = [*shardings_of(self.space, by_layer)]
         found = [LaidOut(setting, layout, has_plain, is_same, shardings)]
         if not is_same and 1 not in self.space.unit_layers:
             found.append(LaidOut(setting, by_layer, False, True, shardings))
         for each in found:
-            least = each.least_bytes(self.space)
-            if least > self.device.bytes and self.found.missed is not None:  # of which the first is to be named
-                self._needs(shape.mesh, least)
-            else:
-                self._push(order_bound(each.layout, order, shape.microbatches), each)
+            self._push(order_bound(each.layout, order, shape.microbatches), each)
 
     def _groups(self, branch: LaidOut) -> None:
         """By ZeRO's stage and gathered units, with the order that is made here."""
         setting, layout, is_plain, is_saving, shardings = branch
-        saved = branch.most_saving(self.space)
-        warm_up = least_warm_up(layout, setting.order, setting.microbatches)
-        if warm_up and not self._may_fit(MemoryBounds(layout, warm_up=warm_up), saved, [*chain(*shardings)]):
-            return
+        saved = most_saving(self.space, setting, layout, is_plain, is_saving)
         timed = Timed(layout, compute_order(layout, setting.order, setting.microbatches))
         bounds = MemoryBounds(layout, timed)
         for row in shardings:

@@ -8,18 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig, load, unchecked
-from pentad.schedules.catalogue import CATALOGUE, generate
+from pentad.orchestrator.planning.hardware import ranks_on_host
+from pentad.schedules.catalogue import CATALOGUE, NO_OPTIONS, generate
 from pentad.schedules.ir.columns import op_mask
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.recompute import RECOMPUTE_MODES
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import DENSE_AXES, EXPERT_AXES, Mesh
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
@@ -38,7 +39,6 @@ RESET: dict[str, Any] = {
     "memory.max_resident_microbatches": None,
     "zero.prefetch": 1,
     "zero.reduce": None,
-    "zero.shards": None,
 }
 PLAIN = {"name": "1f1b", "microbatches": 1, "chunks": None}  # a schedule that goes with every mesh
 TRANSPORT = "cluster.transport"  # tried only where nothing else makes a mesh fit
@@ -47,19 +47,20 @@ _W = op_mask({Op.W})
 
 
 class Order(NamedTuple):
-    """A schedule and its chunks (None: its default)."""
+    """A schedule and its chunks (None: its default); all orders of a space have the other options that are `given`."""
 
     name: str
     chunks: int | None = None
+    given: ScheduleOptions = NO_OPTIONS
 
     @property
     def options(self) -> ScheduleOptions:
-        return ScheduleOptions(chunks=self.chunks)
+        return self.given._replace(chunks=self.chunks)
 
 
 class Setting(NamedTuple):
     """Everything that the search chooses. `max_gathered` None is the default of zero.max_gathered, `recompute` a mode
-    of a plan, and `recompute_layers` None all layers."""
+    of a plan, and `recompute_layers` None all layers; `shards` None is one group of all ranks that ZeRO cuts over."""
 
     mesh: Mesh
     microbatches: int
@@ -70,6 +71,7 @@ class Setting(NamedTuple):
     recompute: str = "none"
     recompute_layers: int | None = None
     offload: float = 0.0
+    shards: int | None = None
 
     @property
     def values(self) -> dict[str, Any]:
@@ -85,6 +87,7 @@ class Setting(NamedTuple):
             "memory.recompute": self.recompute if self.recompute in RECOMPUTE_MODES else self.recompute.split(","),
             "memory.recompute_layers": self.recompute_layers,
             "memory.offload_fraction": self.offload,
+            "zero.shards": self.shards,
         }
 
 
@@ -95,7 +98,7 @@ KEYS = tuple(Setting(Mesh(), 1, Order("1f1b")).values)
 class Space:
     """The values of each key that the search tries. With `microbatches` None a microbatch has any power of two of
     sequences up to MOST_ROWS. A setting recomputes or offloads, not both, unless the configuration holds one of
-    them."""
+    them. `shards` None: all ranks that ZeRO cuts over, and where they are on several hosts those on each."""
 
     meshes: tuple[Mesh, ...]
     microbatches: tuple[int, ...] | None
@@ -106,6 +109,16 @@ class Space:
     recompute: tuple[str, ...] = RECOMPUTE_MODES
     recompute_layers: tuple[int | None, ...] | None = None  # None: any number
     offload: tuple[float, ...] = (0.0, *OFFLOADED)
+    shards: tuple[int | None, ...] | None = None
+
+    def shards_on(self, config: RunConfig, mesh: Mesh) -> tuple[int | None, ...]:
+        """Fewer of a host's ranks in a group would send as much between hosts, or more, and save less memory."""
+        if self.shards is not None:
+            return self.shards
+        dense, experts = ranks_on_host(mesh, DENSE_AXES), ranks_on_host(mesh, EXPERT_AXES)
+        groups = (dense, mesh.dp * mesh.cp) if config.model.experts is None else (experts, mesh.dp * mesh.cp)
+        count = gcd(dense, *groups)
+        return (None, count) if count > 1 and dense < mesh.dp * mesh.cp * mesh.ep else (None,)
 
     def microbatch_counts(self, config: RunConfig, mesh: Mesh) -> list[int]:
         """Numbers of microbatches on this mesh that also divide the batches of a ramp."""
@@ -133,10 +146,11 @@ class Space:
         for mesh in self.meshes:
             for count in self.microbatch_counts(config, mesh):
                 orders = self.orders_on(mesh, count)
-                for order, zero, gathered, unit in product(orders, self.zero, self.max_gathered, self.unit_layers):
-                    if zero < 3 and gathered is not None:
+                axes = orders, self.zero, self.max_gathered, self.unit_layers, self.shards_on(config, mesh)
+                for order, zero, gathered, unit, shards in product(*axes):
+                    if (zero < 3 and gathered is not None) or (not zero and shards is not None):
                         continue
-                    base = Setting(mesh, count, order, zero, gathered, unit)
+                    base = Setting(mesh, count, order, zero, gathered, unit, shards=shards)
                     for mode, share in product(self.recompute, self.offload):
                         if mode == "none" or (share and len(self.recompute) > 1 and len(self.offload) > 1):
                             if mode == "none":
@@ -185,13 +199,17 @@ def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
         size, wanted = prod(value_of(config, axis) for axis in axes), "a divisor of " * (len(axes) < len(AXES))
         raise PentadError(f"{' x '.join(axes)} is {size}: expected {wanted}the number of GPUs, {gpus}")
     names = values("schedule.name", tuple(CATALOGUE))
-    orders = list[Order]()
+    section, orders = config.schedule, list[Order]()
+    options = {key: getattr(section, key) for key in ("group", "memory_limit", "slices") if f"schedule.{key}" in held}
+    options = {key: value for key, value in options.items() if value is not None}
     for name in names:
+        if name in CATALOGUE and not options.keys() <= CATALOGUE[name].accepts:
+            continue
         accepts = name in CATALOGUE and "chunks" in CATALOGUE[name].accepts
         chunks = CHUNKS if accepts and "schedule.chunks" in free else (config.schedule.chunks,)
         if "schedule.chunks" in free and not accepts:
             chunks = (None,)
-        orders += [Order(name, count) for count in chunks]
+        orders += [Order(name, count, ScheduleOptions(**options)) for count in chunks]
     modes = RECOMPUTE_MODES if model.custom is None else ("none", "full")
     counts = None if "schedule.microbatches" in free else (config.schedule.microbatches,)
     any_layers = {"memory.recompute", "memory.recompute_layers"} <= free
@@ -206,6 +224,7 @@ def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
         recompute=modes if "memory.recompute" in free else (config.memory.mode,),
         recompute_layers=layers,
         offload=values("memory.offload_fraction", (0.0, *OFFLOADED) if model.custom is None else (0.0,)),
+        shards=None if "zero.shards" in free else (config.zero.shards,),
     )
 
 
@@ -221,6 +240,12 @@ def all_meshes(ranks: int) -> Iterator[Mesh]:
 def value_of(config: RunConfig, key: str) -> Any:
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
+
+
+def reset(config: RunConfig, held: Collection[str]) -> RunConfig:
+    """The configuration without what only some settings allow, unless it is held."""
+    values = {key: value for key, value in RESET.items() if key not in held and value_of(config, key) != value}
+    return load(config, sections=_nested(values)) if values else config
 
 
 def with_setting(config: RunConfig, setting: Setting, held: Collection[str] = ()) -> RunConfig:

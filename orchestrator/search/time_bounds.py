@@ -16,7 +16,7 @@ import numpy as np
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.offload_bounds import times_beside_copies
 from pentad.orchestrator.search.space import Order, Setting
-from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
+from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
@@ -44,14 +44,6 @@ def compute_order(layout: Layout, order: Order, microbatches: int) -> Program:
     if "costs" not in CATALOGUE[order.name].accepts:
         return layout.work.order(order, ranks, microbatches, slices)
     return generate(order.name, ranks, microbatches, order.options, layout.of_order)
-
-
-def least_warm_up(layout: Layout, order: Order, microbatches: int) -> Sequence[int] | None:
-    """By rank: forwards before the first backward, of an order that takes long to make."""
-    if (warm_up := CATALOGUE[order.name].warm_up) is None:
-        return None
-    spec = spec_of(order.name, len(layout.placement), microbatches, order.options, layout.of_order)
-    return warm_up(spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +176,7 @@ class Timed:
         if is_zero:
             begin = layout.first_wait
         for rank in self.ranks:
-            most = max(most, self._reduced(rank, costs, 0.5 if is_zero else 1.0))
+            most = max(most, self._reduced(rank, costs, layout.last_scatters if is_zero else costs.reduce))
             if is_often:
                 each = sum(costs.reduce[unit] for part in rank.held for unit in self.units_of_parts[part]) / 2
                 most = max(most, rank.first_backward + self.program.microbatches * each)
@@ -222,9 +214,10 @@ class Timed:
             end = float(ends.max())
         if not layout.is_shared:
             return end + update_seconds(layout.work, layout.plain)
-        costs, share, wait = (layout.sharded, 0.5, layout.first_wait) if setting.zero else (layout.plain, 1.0, 0.0)
-        reduce, again = [share * seconds for seconds in costs.reduce], self._recomputed(setting)
-        end = max(end, _last_reduction(program, units, starts, reduce, again))
+        costs, reduce, wait = layout.plain, layout.plain.reduce, 0.0
+        if setting.zero:
+            costs, reduce, wait = layout.sharded, layout.last_scatters, layout.first_wait
+        end = max(end, _last_reduction(program, units, starts, reduce, self._recomputed(setting)))
         return wait + end + update_seconds(layout.work, costs)
 
     def _beside_copies(self, units: Sequence[range], setting: Setting) -> tuple[Program, Array, float]:
@@ -276,16 +269,16 @@ class Timed:
         lanes = each[rank.part[forwards]].sum() + each[rank.part[back]].sum()
         return max(float(rank.starts[0]) + rank.work + waiting, float(lanes))
 
-    def _reduced(self, rank: RankTimes, costs: Costs, share: float) -> float:
-        """`share` of an all-reduce of a part's gradients comes after its last backward has begun, and those of later
-        parts after that; those of its units after theirs, from the last one to the first."""
+    def _reduced(self, rank: RankTimes, costs: Costs, reduce: Sequence[float]) -> float:
+        """The reductions of a part's gradients, which take so long by unit, come after its last backward has begun, and
+        those of later parts after that; those of its units after theirs, from the last one to the first."""
         most = later = 0.0
         for began, ended, part in sorted((rank.last_backward(part) for part in rank.held), reverse=True):
             units = self.units_of_parts[part]
-            own = share * sum(costs.reduce[unit] for unit in units)
+            own = sum(reduce[unit] for unit in units)
             most, rest, after = max(most, began + own + later), 0.0, ended
             for unit in units:  # the gradients of this one are complete at `after`
-                rest += share * costs.reduce[unit]
+                rest += reduce[unit]
                 most = max(most, after + rest)
                 after -= costs.weight[unit] + costs.backward[unit] * (not self.splits) + costs.launch
             later += own

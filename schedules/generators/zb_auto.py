@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import count, product
-from math import floor, inf
+from math import inf
 
 import numpy as np
 
@@ -51,18 +51,6 @@ def most_saved(spec: ScheduleSpec, default: float) -> float:
     return min(default if spec.memory_limit is None else spec.memory_limit, spec.microbatches)
 
 
-def least_warm_up(spec: ScheduleSpec, default_limit: float = inf) -> list[int]:
-    """By rank: forwards before its first backward in each of the orders tried, at least. More microbatches than fit
-    into memory do not change how they begin."""
-    limit = most_saved(spec, default_limit)
-    few = min(spec.microbatches, floor(limit) + 1)
-    ticks = tick_costs(spec.costs or Costs.uniform(spec.ranks), spec.ranks)
-    begun = [warm_up(Pipeline(ticks, few, limit), extra_warm_up=extra).streams for extra in (False, True)]
-    begun += [_completed(_list_schedule(Pipeline(ticks, few, limit), first, False)).streams for first in (False, True)]
-    begun += _published(spec.ranks, few, limit)
-    return [min(streams[rank].index(Op.B) for streams in begun) for rank in range(spec.ranks)]
-
-
 def _candidates(costs: Costs, ranks: int, microbatches: int, limit: float) -> Iterator[Candidate[Pipeline]]:
     ticks = tick_costs(costs, ranks)
     begun = [warm_up(Pipeline(ticks, microbatches, limit), extra_warm_up=extra).streams for extra in (False, True)]
@@ -81,10 +69,6 @@ def _published(ranks: int, microbatches: int, limit: float) -> Iterator[list[lis
         saved = np.where(op == CODE[Op.F], 2, -1).cumsum(axis=1)  # in halves: B frees one, W the other
         if saved.max() <= 2 * limit:
             yield [[OPS[code] for code in ops] for ops in op.tolist()]
-
-
-def _completed(candidate: Candidate[Pipeline]) -> Pipeline:
-    return best_of([candidate], Pipeline.durations)
 
 
 def _list_schedule(pipeline: Pipeline, backward_first: bool, eager_weight: bool) -> Candidate[Pipeline]:

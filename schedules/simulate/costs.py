@@ -31,7 +31,8 @@ class Costs:
     and stage also `reduce_replicas`, in which replicas of a shard add up their gradients (empty: 0).
     With sliced sequences an entry is for one slice: all slices cost the same, although under a causal mask later ones
     attend to more tokens. `transfer` is one activation or gradient sent to another rank, `norm` and `step` the end of a
-    step (`norm` also that of an evaluation); `launch` is added to every compute instruction.
+    step (`norm` also that of an evaluation), `validate_step` the update of master weights that post-validation makes
+    in the next step; `launch` is added to every compute instruction.
 
     `slowdown` holds a factor per pipeline rank for its compute, launches included (empty: 1), and
     `links[source][target]` the time of a transfer between two pipeline ranks (empty: `transfer`).
@@ -51,6 +52,7 @@ class Costs:
     reduce: tuple[float, ...] = ()
     gather: tuple[float, ...] = ()
     reduce_replicas: tuple[float, ...] = ()
+    validate_step: float = 0.0
 
     @staticmethod
     def uniform(
@@ -126,6 +128,8 @@ class Costs:
                 return self.norm
             case Op.STEP:
                 return self.step
+            case Op.VALIDATE:
+                return self.validate_step
             case _:
                 return 0.0
 

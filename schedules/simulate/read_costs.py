@@ -47,6 +47,7 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
         transfer=median(_transfers(timeline.spans) or [0.0]),
         norm=shortest(Op.NORM, Op.LOSS),
         step=shortest(Op.STEP),
+        validate_step=shortest(Op.VALIDATE),
         recompute=recompute if any(recompute) else (),
         offload=offload if any(offload) else (),
         reduce=shortest_by_stage(Op.ALL_REDUCE) or tuple(2 * each for each in shortest_by_stage(Op.REDUCE_SCATTER)),

@@ -3,11 +3,14 @@ ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from pentad.schedules.simulate.rates import HOST_ORDER
 from pentad.schedules.simulate.timeline import Span, Timeline
@@ -54,6 +57,11 @@ class Mesh:
     @property
     def size(self) -> int:
         return self.dp * self.pp * self.cp * self.tp * self.ep
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no ranks share layers."""
+        return self.tp * self.cp * self.ep == 1
 
     def coordinates(self, rank: int) -> Coordinates:
         at = {}
@@ -125,6 +133,9 @@ def are_on_one_host(mesh: Mesh, axes: tuple[Axis, ...], hosts: tuple[int, ...], 
     by rank; empty: all are on one."""
     if not hosts:
         return True
-    groups, size = {mesh.group(axes, rank) for rank in range(mesh.size)}, size or mesh.size
-    parts = (group[first : first + size] for group in groups for first in range(0, len(group), size))
-    return all(len({hosts[rank] for rank in part}) == 1 for part in parts)
+    across, along = ([place for place, axis in enumerate(ORDER) if (axis in axes) is is_in] for is_in in (False, True))
+    shape = [getattr(mesh, axis) for axis in ORDER]
+    groups = np.array(hosts).reshape(shape).transpose(across + along)
+    groups = groups.reshape(-1, math.prod(shape[place] for place in along))
+    parts = (groups[:, first : first + (size or mesh.size)] for first in range(0, groups.shape[1], size or mesh.size))
+    return all(bool((part == part[:, :1]).all()) for part in parts)

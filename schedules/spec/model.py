@@ -231,8 +231,13 @@ class ModelSpec:
         factor = 1.0 if self.rope_scaling is None else self.rope_scaling.softmax_factor
         return factor / math.sqrt(self.query_pre_attn_scalar or self.qk_head_dim)
 
+    def window(self, layer: int) -> int:
+        """Tokens that a layer's queries attend to at most; 0: all before them."""
+        is_full = not self.sliding_window or self.layer_types[layer % len(self.layer_types)] == "full_attention"
+        return 0 if is_full else self.sliding_window
+
     def layer_kind(self, layer: int) -> LayerKind:
-        if not self.sliding_window or self.layer_types[layer % len(self.layer_types)] == "full_attention":
+        if not self.window(layer):
             return LayerKind(0, self.rope_theta, self.rope_scaling)
         if self.rope_local_base_freq:
             return LayerKind(self.sliding_window, self.rope_local_base_freq, None)
@@ -241,5 +246,5 @@ class ModelSpec:
     def attended_length(self, layer: int, length: int) -> float:
         """The length of sequences for which full causal attention does the work of this layer's: for windows of w
         tokens 2 w - w^2 / length."""
-        window = self.layer_kind(layer).window
+        window = self.window(layer)
         return 2 * window - window**2 / length if 0 < window < length else length

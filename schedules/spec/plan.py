@@ -173,6 +173,11 @@ class Plan:
         return self.recompute[stage] if self.recompute else "none"
 
     @property
+    def is_local(self) -> bool:
+        """Whether layers need no communication."""
+        return self.mesh.is_local and not self.batch.capacity
+
+    @property
     def shares_documents(self) -> bool:
         """Whether context ranks share each document by itself, so that every sequence has other positions on a rank."""
         return CP_LAYOUTS[self.cp_method] == "zigzag" and self.mesh.cp > 1 and self.data.document_mask

@@ -96,7 +96,10 @@ class Tensor(NamedTuple):
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of a rank's part, the same on all ranks."""
-        return tuple(sum(end - start for start, end in ranges) for ranges in self.ranges(mesh, 0))
+        shape = [*self.shape]
+        for split in self.splits:
+            shape[split.dim] = sum(end - start for start, end in split.ranges(getattr(mesh, split.axis), 0))
+        return tuple(shape)
 
 
 def all_layers(model: ModelSpec) -> LayerRange:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import faulthandler
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from bf16_sums import Reduced, recorded_reductions
@@ -30,8 +33,8 @@ Call = tuple[int, int] | tuple[int, int, bool] | tuple[int]
 @dataclass
 class Outcome:
     """One rank's results, its gradients of every step before clipping, its last state, its manifest entries, the bytes
-    of its buffers by kind, its evaluations, and its reductions if they are in bfloat16. Tensors are by global name; a
-    ZeRO rank holds parts of them (see `assemble`)."""
+    of its buffers by kind, its evaluations, its reductions if they are in bfloat16, and how often it began a step
+    again. Tensors are by global name; a ZeRO rank holds parts of them (see `assemble`)."""
 
     results: list
     gradients: list[dict[str, torch.Tensor]]
@@ -40,6 +43,7 @@ class Outcome:
     bytes: dict[str, int]
     evaluations: list[Evaluation]
     reductions: list[Reduced]
+    restarts: int
 
 
 def tensors_by_name(parameters, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -186,7 +190,7 @@ def _run(
         return real_sum(parameters, counted)
 
     optimizer.step, optimizer.square_sum = recording_step, faulty_sum
-    with tempfile.TemporaryDirectory() as folder, recorded_reductions(plan) as reductions:
+    with tempfile.TemporaryDirectory() as folder, recorded_reductions(plan) as reductions, restarted() as restarts:
         runner = Runner(plan, rank, Path(folder, "progress"), gpu=gpu_of(rank))
         try:
             if rank == 0:
@@ -209,7 +213,22 @@ def _run(
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum
         runner.close()  # not after a failure: it would wait for ranks that wait for this one
-    return Outcome(results, gradients, state, shards, sizes, evaluations, reductions)
+    return Outcome(results, gradients, state, shards, sizes, evaluations, reductions, len(restarts))
+
+
+@contextmanager
+def restarted() -> Iterator[list[int]]:
+    """The steps that this process begins again meanwhile."""
+    from pentad.workers.runtime.executor import Executor
+
+    steps, restart = list[int](), Executor._restart_step
+
+    def recording_restart(executor, program):
+        steps.append(executor.step)
+        restart(executor, program)
+
+    with patch.object(Executor, "_restart_step", recording_restart):
+        yield steps
 
 
 def buffer_bytes(parameters, shards, frozen) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -43,9 +43,8 @@ class Executor:
     """Runs programs with the stages, process groups and lanes of one rank.
 
     `issued` are the steps whose results nobody has read, `host_seconds[step]` is how long the host took to issue one.
-    Before every instruction, and while
-    it waits, the host calls `check`, which raises Aborted once the generation is over. With `graphs` steps that repeat
-    are launched from them.
+    Before every instruction, and while it waits, the host calls `check`, which raises Aborted once the generation is
+    over. With `graphs` steps that repeat are launched from them.
     """
 
     stages: dict[int, BaseStage]
@@ -176,21 +175,20 @@ class Executor:
             self._repeat(action, graphs)
         else:
             with nullcontext() if graphs is None else graphs.memory.allocating():
-                # The backward of an overlapped pair goes first: it communicates before it computes.
-                interleave(*map(self._issue, reversed(action.parts)))
+                interleave(*map(self._issue, _as_begun(action)))
         self.lanes.end_action(action)
 
     def _repeat(self, action: Action, graphs: StepGraphs) -> None:
         """Captures and launches an action, or only launches it if an earlier step has captured it."""
-        keys, is_captured = [part.key for part in action.parts], graphs.mode == "launch"
+        parts, is_captured = _as_begun(action), graphs.mode == "launch"
         with ExitStack() as issued:
-            for part in action.parts:
+            for part in parts:
                 issued.enter_context(self.lanes.issue(part))
                 if is_captured:
                     self._input(part)
                     self.results[part.key] = None  # what reads it is captured, too, or a SEND
-            graphs.run(action.key, lambda: interleave(*map(self._execute, reversed(action.parts))))
-        for key in self._running.sent.intersection(keys):
+            graphs.run(action.key, lambda: interleave(*map(self._execute, parts)))
+        for key in self._running.sent.intersection(part.key for part in parts):
             found = graphs.made(("sent", key), partial(graphs.memory.address, self.results[key]))
             if is_captured:
                 self.results[key] = found
@@ -199,7 +197,6 @@ class Executor:
         with self.lanes.issue(part):
             if part.lane == "compute":
                 self.activations.release(part.waits)
-            yield  # an overlapped pair starts once both halves have what they wait for
             if part.microbatch in self.empty and part.op in OF_MICROBATCH:
                 self._leave_out(part)
             else:
@@ -282,7 +279,7 @@ class Executor:
     def _update(self) -> None:
         """STEP, after what this rank's NORM makes: with post-validation, too, which waits for no other rank's."""
         self.lanes.join(NORM)
-        self.optimizer_step.step(self.step)
+        self.optimizer_step.step(self.step, self.check)
         self.shards.updated(self.collectives)
 
     def _rehearse(self, program: RankProgram) -> None:
@@ -393,3 +390,11 @@ class Executor:
             stage.saved.clear()
             stage.begin(self.step, program.microbatches, self.target_tokens)
         self.restart = False
+
+
+def _as_begun(action: Action) -> Sequence[Instruction]:
+    """The parts of an action in the order in which they begin. The backward of an overlapped pair goes first: it
+    communicates before it computes. It waits for what both halves need, so that the times of neither hold a wait."""
+    if isinstance(action, Instruction):
+        return action.parts
+    return action.backward._replace(waits=action.waits), action.forward._replace(waits=())

@@ -223,7 +223,7 @@ class BarrierStep(_StepBase):
         self.tied.reduce()
         return super()._fill()
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, check: Check) -> None:
         """STEP, scaled by the norm; changes nothing if the norm is not finite."""
         assert self.global_norm is not None and self.global_norm.step == step
         self._commit(self.global_norm)
@@ -265,6 +265,9 @@ class PostValidatedStep(_StepBase):
     """STEP updates the compute weights only; the master weights follow once the norm is known. Until then gradients and
     optimizer state stay as they were.
 
+    A step that is clipped changes the weights again, and what has been computed with them is lost. Clipped steps come
+    in rows: after one, STEP waits for the norm of its own step, and commits it.
+
     Muon's matrices are orthogonalized before the norm leaves, as if it were within the limit. A step that turns out to
     be clipped has other directions: all ranks orthogonalize again when they validate it, and meet before any commits.
     """
@@ -275,6 +278,7 @@ class PostValidatedStep(_StepBase):
         assert self.totals.slots is None, "a step that has changed weights is not run again with more slots"
         self.unvalidated: int | None = None  # the step whose norm is not known yet
         self.clipped: LocalUpdate | None = None  # the newest step that was orthogonalized again
+        self.valid = True  # the newest step whose norm is known, had its optimistic weights been taken
 
     @property
     def is_ready(self) -> bool:
@@ -294,8 +298,11 @@ class PostValidatedStep(_StepBase):
         arrived.record()
         self.reducer.submit(NormPartial(step, sums, arrived.query))
 
-    def step(self, step: int) -> None:
-        """STEP, as if the norm were within the limit."""
+    def step(self, step: int, check: Check) -> None:
+        """STEP, as if the norm were within the limit, or once it is known."""
+        if not self.valid:
+            self.validate(check)
+            return
         for shard, parameters in self._parameters().items():
             optimizer.optimistic_step(parameters, self.plan.optimizer, step, self.directions.get(shard))
         for history, _ in self.histories:
@@ -309,7 +316,8 @@ class PostValidatedStep(_StepBase):
         totals = self.reducer.wait(self.unvalidated, check).sum(0)
         norm, sums = self.totals.norm(totals), (self.totals.losses(totals), self.totals.squared_lse(totals))
         accepted = self._orthogonalize_again(self.unvalidated, norm, check) if self._changes_directions(norm) else None
-        return self._commit(self.unvalidated, norm, *sums, accepted)
+        self.valid = self._commit(self.unvalidated, norm, *sums, accepted)
+        return self.valid
 
     def commit(self, step: int, norm: float, losses: Sequence[float]) -> None:
         values = [torch.tensor(each, dtype=torch.float64) for each in (norm, losses, (0.0, 0.0))]

@@ -25,6 +25,8 @@ PLANS = [
     ["schedule.name=1f1b", *UNITS, "zero.stage=2"],
     ["schedule.name=zb-v", *UNITS, "zero.stage=3", "memory.recompute=attention"],
     ["schedule.name=dualpipe", *UNITS, "zero.stage=3"],
+    ["schedule.name=dualpipev", "mesh.tp=2"],
+    ["schedule.name=dualpipev"],
     ["schedule.name=1f1b", *UNITS, "zero.stage=3", "memory.max_resident_microbatches=1.5"],
     ["schedule.name=seq-1f1b", "optimizer.name=muon"],
 ]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.catalogue import generate
-from pentad.schedules.generators.zb_auto import least_warm_up, zb_1p, zb_2p, zb_auto
+from pentad.schedules.generators.zb_auto import zb_1p, zb_2p, zb_auto
 from pentad.schedules.generators.zb_h import zb_h1, zb_h2
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action, Op, instructions_of
@@ -145,18 +145,6 @@ def test_the_unit_of_the_costs_does_not_matter() -> None:
         for s in (1, 1e-3, 1e3)
     }
     assert len(orders) == 1
-
-
-@given(spec=specs())
-def test_the_least_warm_up_is_known_without_the_order(spec: ScheduleSpec) -> None:
-    for default, made in ((spec.ranks, zb_1p), (2 * spec.ranks, zb_2p)):
-        for stream, least in zip(made(spec), least_warm_up(spec, default), strict=True):
-            assert least <= [part.op for part in instructions_of(stream)].index(Op.B)
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (4, 3), (4, 16), (8, 64)])
-def test_at_equal_costs_the_first_rank_begins_as_1f1b_does(ranks: int, microbatches: int) -> None:
-    assert least_warm_up(ScheduleSpec(ranks, microbatches), ranks)[0] == min(ranks, microbatches)
 
 
 @pytest.mark.parametrize("limit", [0.5, 0, -1, float("nan")])

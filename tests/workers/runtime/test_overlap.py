@@ -15,6 +15,7 @@ from fleet import assemble, losses_of
 from plans import is_close, plan_of, reference, without_overlap
 from small_models import HEADS, MOE
 
+from pentad.schedules.ir.instruction import Overlap
 from pentad.schedules.spec.model import MLA
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.base_stage import StageInputs
@@ -50,6 +51,20 @@ def test_overlap_changes_no_bit_and_equals_one_process(fleet, corpus, name, size
         assert same_bits(one.gradients[0], other.gradients[0])
         assert same_bits(one.state, other.state)
         assert one.results[0].losses == other.results[0].losses
+
+
+def test_the_times_of_a_pair_hold_no_wait(fleet, corpus) -> None:
+    """And where layers do not communicate its forward follows its backward."""
+    plan, pairs = plan_of("dualpipev", 1, 2, 8, corpus), 0
+    for outcome, stream in zip(fleet.run(plan, [(0, 1)]), plan.program.streams, strict=True):
+        times = {span.name: (span.start, span.end) for span in outcome.results[0].spans}
+        for action in stream:
+            if isinstance(action, Overlap):
+                (began, _), (start, end) = (times[str(part.key)] for part in action.parts)
+                assert start < end <= began
+                assert all(times[str(key)][1] <= start for key in action.waits)
+                pairs += 1
+    assert pairs
 
 
 def forward(stage: Stage, microbatch: int, received: torch.Tensor) -> Task[None]:

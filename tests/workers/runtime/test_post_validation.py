@@ -19,6 +19,7 @@ from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Key, Op, instructions_of
 from pentad.schedules.passes.post_validation import ROLLBACK, VALIDATE
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.model import Experts
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -63,6 +64,14 @@ def run_both(fleet: Fleet, calls: list, bad_gradient: BadGradient | None = None,
 def test_an_optimistic_step_has_the_bits_of_one_with_a_barrier(fleet, corpus, name, dp, pp, m, zero, clip):
     plan = {"dp": dp, "pp": pp, "microbatches": m, "data": corpus, "memory_options": MemoryOptions(zero=zero)}
     assert_same_runs(*run_both(fleet, [(0, 4), (4, 1)], name=name, clip=CLIPS[clip], **plan))
+
+
+@pytest.mark.parametrize(("clip", "restarts"), [("never clipped", 0), ("always", 1)])
+def test_after_a_clipped_step_the_next_ones_wait_for_their_norm(fleet, corpus, clip, restarts):
+    """So that of many in a row only the first is rolled back, until one is not clipped."""
+    plan = plan_of("zb-h2", 1, 2, 4, corpus, dtype="float32", post_validation=True, clip=CLIPS[clip])
+    outcomes = fleet.run(plan, [(0, 3, True), (3, 2)])
+    assert [outcome.restarts for outcome in outcomes] == [restarts, restarts]
 
 
 SHALLOW = replace(MODEL, layers=4)
@@ -137,6 +146,16 @@ def test_zb_h2_loses_nothing_between_steps(ranks, m):
     ends = {span.rank: span.end for span in timeline.spans if span.op == "STEP"}
     starts = {rank: min(s.start for s in timeline.compute if s.rank == rank) for rank in range(ranks)}
     assert max(end - starts[rank] for rank, end in ends.items()) == pytest.approx(timeline.longest)
+
+
+def test_a_step_waits_for_the_update_of_the_one_before():
+    """VALIDATE updates master weights between the forwards of the warm-up and the first backward."""
+    program = compile_program("1f1b", 1, 4, post_validation=True)
+    costs = Costs.uniform(1)
+    later = simulate(program, replace(costs, validate_step=0.5))
+    assert later.makespan == pytest.approx(simulate(program, costs).makespan + 0.5)
+    found = read_costs(program, later)
+    assert found is not None and found.validate_step == pytest.approx(0.5)
 
 
 def mutated(program, rank, change):
