@@ -134,17 +134,24 @@ def stage_volume(
         stream = piece.full_stream(model.hidden)
         embeddings, heads = (end + mtp_layers for end in (layers.has_embedding, layers.has_head))
         _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", embeddings, embeddings * stream)
-        _add_tp(found, piece, "all_gather", heads, heads * stream)
+        chunks = piece.logit_chunks if phase != "B" else []
+        _add_tp(found, piece, "all_gather", heads * max(1, len(chunks)), heads * stream)
         if piece.logit_rows:
             if phase != "B" and not is_repeated:
-                _add_tp(found, piece, "reduce_scatter", heads, heads * stream)
+                tiles = sum(1 if copied else num_tiles(rows) for rows in chunks)
+                _add_tp(found, piece, "reduce_scatter", heads * tiles, heads * stream)
         elif phase == "B":
             own = layers.has_head * _num_tiles(piece.of_head, copied=copied)
             tiles = own + mtp_layers * _num_tiles(plain, copied=copied)
             _add_tp(found, piece, "reduce_scatter", tiles, heads * stream)
         if phase != "B":  # log-sum-exps and targets' logits
-            operations = heads * max(1, piece.logit_chunks)
-            _add_tp(found, piece, "all_gather", operations, heads * piece.mesh.tp * 2 * piece.tokens * piece.wide)
+            _add_tp(
+                found,
+                piece,
+                "all_gather",
+                heads * max(1, len(chunks)),
+                heads * piece.mesh.tp * 2 * piece.tokens * piece.wide,
+            )
     return found
 
 
