@@ -136,13 +136,15 @@ class Linear(NamedTuple):
         found = self._multiply_gathered(axes, dy, "gradient", split, amax=amax)
         return found.then(lambda both: (plain(both[0]), lambda: complete(plain(both[0]), both[1])))
 
-    def forward_scattered(self, axes: Axes, x: Operand) -> AsyncResult[Tensor]:
-        """This rank's rows [T / tp, N] of the sum over the tp ranks, of a row-parallel product."""
-        return self._multiply_scattered(axes, _rows_of(x), "activation")
+    def forward_scattered(self, axes: Axes, x: Operand, plus: Tensor | None = None) -> AsyncResult[Tensor]:
+        """This rank's rows [T / tp, N] of the sum over the tp ranks, of a row-parallel product and of `plus` [T, N],
+        which may be overwritten."""
+        return self._multiply_scattered(axes, _rows_of(x), "activation", plus)
 
-    def input_grad_scattered(self, axes: Axes, dy: Operand) -> AsyncResult[Tensor]:
-        """This rank's rows [T / tp, K] of the sum over the tp ranks, of a column-parallel product."""
-        return self._multiply_scattered(axes, _rows_of(dy), "gradient")
+    def input_grad_scattered(self, axes: Axes, dy: Operand, plus: Tensor | None = None) -> AsyncResult[Tensor]:
+        """This rank's rows [T / tp, K] of the sum over the tp ranks, of a column-parallel product and of `plus` [T, K],
+        which may be overwritten."""
+        return self._multiply_scattered(axes, _rows_of(dy), "gradient", plus)
 
     def wgrad(self, dy: Operand, x: Operand) -> LinearWgrad:
         if isinstance(dy, Fp8Forms) and isinstance(x, Fp8Forms):
@@ -187,17 +189,29 @@ class Linear(NamedTuple):
         y = values.new_empty(axes.tp.size * len(values), self._width(role), dtype=self.dtype)
         return axes.tp.multiply_gathered(gathered, x, y, product)
 
-    def _multiply_scattered(self, axes: Axes, x: RowOperand, role: Role) -> AsyncResult[Tensor]:
+    def _multiply_scattered(self, axes: Axes, x: RowOperand, role: Role, plus: Tensor | None) -> AsyncResult[Tensor]:
         matrix, values = self._matrix(axes, role), x if isinstance(x, Tensor) else x.values
         shape, like = (len(values), self._width(role)), values.new_empty(0, dtype=self.dtype)
+
+        def product(rows: slice, out: Tensor) -> None:
+            if plus is None:
+                self._multiply(role, part(x, rows), matrix, out=out)
+            else:
+                self._add_product_(role, part(x, rows), matrix, out.copy_(plus[rows]))
+
         rows = len(values) // axes.tp.size
         if axes.tp.overlaps(rows, math.prod(shape), like) and (self.casts is None or rows % TILE == 0):
-            return axes.tp.multiply_scattered(
-                shape, like, lambda rows, out: self._multiply(role, part(x, rows), matrix, out=out)
-            )
+            return axes.tp.multiply_scattered(shape, like, product)
+        if plus is not None:
+            return axes.tp.reduce_scatter(self._add_product_(role, x, matrix, plus))
         if isinstance(x, Tensor) and isinstance(matrix, Tensor):
             return axes.tp.matmul_reduce_scatter(x, matrix)
         return axes.tp.reduce_scatter(self._multiply(role, x, matrix))
+
+    def _add_product_(self, role: Role, x: RowOperand, matrix: RowOperand, y: Tensor) -> Tensor:
+        if isinstance(x, Tensor) and isinstance(matrix, Tensor) and role == "gradient":
+            return y.addmm_(x, matrix)  # rounded once
+        return y.add_(self._multiply(role, x, matrix))
 
     def _multiply(
         self, role: Role, x: RowOperand, matrix: RowOperand, bias: Tensor | None = None, out: Tensor | None = None

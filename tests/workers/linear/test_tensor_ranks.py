@@ -59,6 +59,17 @@ def test_products_over_ranks_equal_those_of_one(count: int) -> None:
                 (layer.forward_scattered(axes, terms[rank]).wait(), of_rank(terms.sum(0) @ w.t(), rank, count)),
                 (layer.input_grad_scattered(axes, dterms[rank]).wait(), of_rank(dterms.sum(0) @ w, rank, count)),
             ]
+            for scatter, each, matrix in (
+                (layer.forward_scattered, terms, w.t()),
+                (layer.input_grad_scattered, dterms, w),
+            ):
+                product = each @ matrix
+                found.append(
+                    (
+                        scatter(axes, each[rank], product[rank].sin()).wait(),
+                        of_rank((product + product.sin()).sum(0), rank, count),
+                    )
+                )
             found += zip(layer.input_grad_gathered(axes, of_rank(dy, rank, count)).wait(), (dy, dy @ w), strict=True)
         return found
 
