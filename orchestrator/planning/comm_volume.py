@@ -181,6 +181,25 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str, 
     return found
 
 
+def waited_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str) -> CommVolume:
+    """Of `stage_volume`, messages of tp ranks that travel beside no product. Experts multiply rows of all ranks,
+    sorted: only a shared expert's products begin with this rank's, and end with them, but in F not where these are made
+    while tokens travel."""
+    found, experts, is_whole = CommVolume(), model.experts, phase in WHOLE
+    if experts is None or piece.mesh.tp == 1:
+        return found
+    mtp_layers = model.mtp_layers if layers.has_head and is_whole else 0
+    count = mtp_layers + sum(layer >= model.dense_layers for layer in layers.numbers)
+    has_shared, is_backward = experts.shared_intermediate_size > 0, phase == "B"
+    reads = is_whole or "moe" in recomputed_parts(phase)
+    gathers = 0 if has_shared else count * (reads + is_backward)
+    scatters = 0 if has_shared and (is_backward or piece.mesh.ep == 1) else count * is_whole
+    stream = piece.full_stream(model.hidden)
+    _add_tp(found, piece, "all_gather", gathers, gathers * stream)
+    _add_tp(found, piece, "reduce_scatter", scatters, scatters * stream)
+    return found
+
+
 def _is_collective(instruction: Instruction) -> bool:
     return instruction.op is Op.ALL_GATHER or instruction.op in REDUCTIONS
 
