@@ -190,8 +190,8 @@ class Linear(NamedTuple):
         return axes.tp.multiply_gathered(gathered, x, y, product)
 
     def _multiply_scattered(self, axes: Axes, x: RowOperand, role: Role, plus: Tensor | None) -> AsyncResult[Tensor]:
-        matrix, values = self._matrix(axes, role), x if isinstance(x, Tensor) else x.values
-        shape, like = (len(values), self._width(role)), values.new_empty(0, dtype=self.dtype)
+        matrix, like = self._matrix(axes, role), x if isinstance(x, Tensor) else x.values.new_empty(0, dtype=self.dtype)
+        shape = len(x if isinstance(x, Tensor) else x.values), self._width(role)
 
         def product(rows: slice, out: Tensor) -> None:
             if plus is None:
@@ -199,7 +199,7 @@ class Linear(NamedTuple):
             else:
                 self._add_product_(role, part(x, rows), matrix, out.copy_(plus[rows]))
 
-        rows = len(values) // axes.tp.size
+        rows = shape[0] // axes.tp.size
         if axes.tp.overlaps(rows, math.prod(shape), like) and (self.casts is None or rows % TILE == 0):
             return axes.tp.multiply_scattered(shape, like, product)
         if plus is not None:
