@@ -118,8 +118,8 @@ def head_loss_backward(
         return saved.dnormed, HeadWgrad(head.gradient, head.weight, normed, saved.targets, saved.lse, loss, rows)
     cross_entropy_backward_(saved.logits, saved.targets, saved.lse, *loss)
     dlogits = head.output_grad(axes, saved.logits)
-    scattered = head.input_grad_scattered(axes, dlogits)
-    dnormed, normed = gather2(scattered, axes.tp.all_gather(saved.normed)).wait()
+    gathered = axes.tp.all_gather(saved.normed)  # beside the product
+    normed, dnormed = gather2(gathered, head.input_grad_scattered(axes, dlogits)).wait()
     return dnormed, head.wgrad(dlogits, head.input(axes, normed, columns=True))
 
 
