@@ -12,13 +12,14 @@ from pentad.kernels.fp8.fp8_tensor import TILE, Fp8Tensor
 SCALE_ROWS = 4  # of scales of 128 x 128 tiles that cuBLAS reads
 
 
-def fp8_gemm(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> Tensor:
-    """a [M, K] times the transpose of b [N, K], as [M, N] of `dtype`."""
-    if a.values.is_cuda and dtype != torch.float64:
+def fp8_gemm(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """a [M, K] times the transpose of b [N, K], as [M, N] of `dtype`; written to `out`, if there is one."""
+    if out is None:
         out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
+    if a.values.is_cuda and dtype != torch.float64:
         _multiply(a, b, out)
         return out
-    return _reference(a, b, accumulation_dtype(dtype)).to(dtype)
+    return out.copy_(_reference(a, b, accumulation_dtype(dtype)))
 
 
 def accumulate_fp8_gradient_(main: Tensor, dy: Fp8Tensor, x: Fp8Tensor, *, overwrite: bool = False) -> None:

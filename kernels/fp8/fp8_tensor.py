@@ -56,6 +56,13 @@ class Fp8Tensor(NamedTuple):
     values: Tensor
     scales: Tensor
 
+    def part(self, rows: slice) -> Fp8Tensor:
+        """Some rows, of whole tiles of one row or with the scale of the tensor."""
+        scales = self.scales
+        if scales.numel() > 1:
+            scales = scales.t()[:, rows].contiguous().t()
+        return Fp8Tensor(self.values[rows], scales)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         sizes = zip(self.values.shape, self.scales.shape, strict=True)
         rows, columns = (size // max(1, count) for size, count in sizes)  # there may be no row

@@ -248,9 +248,10 @@ def head(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     yield from norm(hidden, piece)
     yield Allocation("normed stream", "F-W" if piece.keeps_operands else "F-B", piece.stream(hidden))
     if piece.logit_rows:
-        chunk = min(piece.logit_rows, piece.tokens) * width * piece.itemsize
+        rows = min(piece.logit_rows, piece.tokens) * piece.itemsize
+        chunk, beside = rows * width, (1 + piece.is_gathered) * rows * hidden
         yield Allocation("gradient of the normed stream", "F-B", piece.stream(hidden))
-        yield Allocation("logits of a chunk, gathered input and its gradient", "F", chunk + 2 * piece.copy(hidden))
+        yield Allocation("logits of a chunk, gathered input and gradient", "F", chunk + beside)
         yield Allocation("logits of a chunk", "W", chunk)
     else:
         yield Allocation("logits", "F-W" if piece.fp8 is None else "F-B", piece.tokens * width * piece.itemsize)

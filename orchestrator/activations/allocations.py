@@ -148,9 +148,13 @@ class Piece(NamedTuple):
         return (rows * width * self.itemsize,)
 
     @property
-    def logit_chunks(self) -> int:
-        """Chunks in which logits are made; 0 where they are kept."""
-        return -(-self.tokens // self.logit_rows) if self.logit_rows else 0
+    def logit_chunks(self) -> list[int]:
+        """Rows of the chunks in which logits are made, each with as many of every tp rank; none where they are kept."""
+        if not self.logit_rows:
+            return []
+        tp, own = self.mesh.tp, self.tokens // self.mesh.tp
+        step = max(1, self.logit_rows // tp)
+        return [tp * min(step, own - start) for start in range(0, own, step)]
 
     def copy(self, hidden: int) -> int:
         """Bytes of a gathered stream, 0 without other tp ranks."""

@@ -134,17 +134,24 @@ def stage_volume(
         stream = piece.full_stream(model.hidden)
         embeddings, heads = (end + mtp_layers for end in (layers.has_embedding, layers.has_head))
         _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", embeddings, embeddings * stream)
-        _add_tp(found, piece, "all_gather", heads, heads * stream)
+        chunks = piece.logit_chunks if phase != "B" else []
+        _add_tp(found, piece, "all_gather", heads * max(1, len(chunks)), heads * stream)
         if piece.logit_rows:
             if phase != "B" and not is_repeated:
-                _add_tp(found, piece, "reduce_scatter", heads, heads * stream)
+                tiles = sum(1 if copied else num_tiles(rows) for rows in chunks)
+                _add_tp(found, piece, "reduce_scatter", heads * tiles, heads * stream)
         elif phase == "B":
             own = layers.has_head * _num_tiles(piece.of_head, copied=copied)
             tiles = own + mtp_layers * _num_tiles(plain, copied=copied)
             _add_tp(found, piece, "reduce_scatter", tiles, heads * stream)
         if phase != "B":  # log-sum-exps and targets' logits
-            operations = heads * max(1, piece.logit_chunks)
-            _add_tp(found, piece, "all_gather", operations, heads * piece.mesh.tp * 2 * piece.tokens * piece.wide)
+            _add_tp(
+                found,
+                piece,
+                "all_gather",
+                heads * max(1, len(chunks)),
+                heads * piece.mesh.tp * 2 * piece.tokens * piece.wide,
+            )
     return found
 
 
@@ -171,6 +178,25 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str, 
         _add_context_parallel(found, model, piece, of_rows, phase, projects=reads, attends="core_attn" in parts)
     if is_whole and has_experts and model.experts is not None and piece.mesh.ep > 1:
         _add_expert_parallel(found, model.hidden, model.experts, piece, phase)
+    return found
+
+
+def waited_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str) -> CommVolume:
+    """Of `stage_volume`, messages of tp ranks that travel beside no product. Experts multiply rows of all ranks,
+    sorted: only a shared expert's products begin with this rank's, and end with them, but in F not where these are made
+    while tokens travel."""
+    found, experts, is_whole = CommVolume(), model.experts, phase in WHOLE
+    if experts is None or piece.mesh.tp == 1:
+        return found
+    mtp_layers = model.mtp_layers if layers.has_head and is_whole else 0
+    count = mtp_layers + sum(layer >= model.dense_layers for layer in layers.numbers)
+    has_shared, is_backward = experts.shared_intermediate_size > 0, phase == "B"
+    reads = is_whole or "moe" in recomputed_parts(phase)
+    gathers = 0 if has_shared else count * (reads + is_backward)
+    scatters = 0 if has_shared and (is_backward or piece.mesh.ep == 1) else count * is_whole
+    stream = piece.full_stream(model.hidden)
+    _add_tp(found, piece, "all_gather", gathers, gathers * stream)
+    _add_tp(found, piece, "reduce_scatter", scatters, scatters * stream)
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
-from pentad.orchestrator.planning.comm_volume import stage_volume
+from pentad.orchestrator.planning.comm_volume import CommKind, Volume, stage_volume, waited_volume
 from pentad.orchestrator.planning.fp8_costs import unfused_seconds, unread_seconds
 from pentad.orchestrator.planning.hardware import (
     FP8_SPEEDUPS,
@@ -200,13 +200,14 @@ def layer_messages(
 ) -> Iterator[LayerMessages]:
     """By axis and kind. A `phase` is that of `stage_volume`."""
     volumes = stage_volume(model, span, piece, phase, copied=is_copied(piece)) if model.custom is None else {}
+    waited = waited_volume(model, span, piece, phase)
     for (axis, kind), volume in volumes.items():
         link = links_of(rates, piece.mesh, (axis,), in_layers=True).of(kind)
         on_host = ranks_on_host(piece.mesh, (axis,), rates.host_order) == getattr(piece.mesh, axis)
-        exposed = 1 - rates.tp_hidden if axis == "tp" and on_host else 1.0
-        seconds = link.seconds(exposed * volume.bytes, volume.operations)
-        hidden = link.seconds((1 - exposed) * volume.bytes, 0)
-        yield LayerMessages(axis, kind, *volume, seconds, hidden, on_host)
+        share = rates.tp_hidden if axis == "tp" and on_host else 0.0
+        beside = share * (volume.bytes - waited.get(CommKind(axis, kind), Volume()).bytes)
+        seconds = link.seconds(volume.bytes - beside, volume.operations)
+        yield LayerMessages(axis, kind, *volume, seconds, link.seconds(beside, 0), on_host)
 
 
 def is_copied(piece: Piece) -> bool:
@@ -359,7 +360,7 @@ class HeadSeconds(NamedTuple):
 def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> HeadSeconds:
     """Products with the head, also in multi-token prediction; the loss reads the logits, its gradient is written in
     their place, and cast. In chunks F makes that gradient too, and W makes it again."""
-    width, count, chunks = model.vocab / piece.mesh.tp, 1 + model.mtp_layers, piece.logit_chunks
+    width, count, chunks = model.vocab / piece.mesh.tp, 1 + model.mtp_layers, len(piece.logit_chunks)
     logits = piece.tokens * width
     flops = 2 * logits * model.hidden
     product = flops / rate_at(rates.products, flops / max(1, chunks))

@@ -69,9 +69,18 @@ def test_tokens_in_slots_equal_one_process(gpus, corpus, name, sizes, slots, tra
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
-@pytest.mark.parametrize(("name", "tp"), [("1f1b", 2), ("1f1b", 4), ("dualpipev", 2)])
-def test_products_that_overlap_with_their_messages_equal_one_process(gpus, corpus, name, tp, transport):
-    plan = plan_on_mesh(corpus, name, {"tp": tp}, model=SHALLOW)
+@pytest.mark.parametrize(
+    ("name", "tp", "more"),
+    [
+        ("1f1b", 2, {}),
+        ("1f1b", 4, {}),
+        ("dualpipev", 2, {}),
+        ("1f1b", 2, {"logit_rows": 2 * SPLIT_ROWS}),
+        ("1f1b", 2, {"model": replace(FAMILIES["deepseek-v3"], layers=2)}),
+    ],
+)
+def test_products_that_overlap_with_their_messages_equal_one_process(gpus, corpus, name, tp, more, transport):
+    plan = plan_on_mesh(corpus, name, {"tp": tp}, **{"model": SHALLOW, **more})
     # a sequence of this length for each rank
     long = replace(plan.batch, global_batch_size=tp * plan.batch.microbatches, sequence_length=SPLIT_ROWS)
     assert_equals_one_process(gpus, on_gpu(replace(plan, batch=long), transport, dtype="float64"))

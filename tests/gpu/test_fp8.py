@@ -11,7 +11,7 @@ from bits import same_bits
 from exactness import state_like
 from fleet import assemble
 from fp8_plans import BLOCK, DELAYED, EXPERTS, ROW, TENSOR, WIDE, WIDE_EXPERTS, ZERO_3, fp8_plan
-from gpus import RANKS_A_GPU, on_gpu
+from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import reference
 from resume import assert_repeatable
 
@@ -20,6 +20,7 @@ from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import tensors
 from pentad.workers.linear.fp8_sample import cosines
+from pentad.workers.parallel.tensor_parallel import SPLIT_ROWS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 ONE = [(spec, "1f1b", {"layers": 2}) for spec in (BLOCK, TENSOR, ROW)]
@@ -60,6 +61,23 @@ def test_gradients_are_those_of_the_emulation(gpus, corpus, spec, name, sizes):
     cosines = {name: float(torch.cosine_similarity(*pair, dim=0)) for name, pair in pairs.items()}
     bounds = {name: 0.99 if spec.experts and "router" in name else bound for name in cosines}
     assert {name: each for name, each in cosines.items() if each <= bounds[name]} == {}
+
+
+@two_gpus
+@pytest.mark.parametrize("spec", [BLOCK, TENSOR, ROW, DELAYED])
+def test_products_that_overlap_with_their_messages_repeat_and_are_those_that_wait(gpus, corpus, spec):
+    """NCCL's messages are waited for. Parts of a product may be added up in another order than all of it."""
+    plan = plan_on_gpu(spec, "1f1b", {"tp": 2, "layers": 2, "microbatches": 2}, corpus, "float32")
+    batch = replace(plan.batch, global_batch_size=2 * plan.batch.microbatches, sequence_length=SPLIT_ROWS)
+    plan = replace(plan, batch=batch)
+    one, two = (gpus.run(plan, [(0, 2)]) for _ in range(2))
+    waiting = gpus.run(replace(plan, transport="nccl"), [(0, 2)])
+    for first, second, wanted in zip(one, two, waiting, strict=True):
+        assert same_bits(first.state, second.state)
+        for found, expected in zip(first.results, wanted.results, strict=True):
+            assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
+            for microbatch, loss in expected.losses.items():
+                assert found.losses[microbatch] == pytest.approx(loss, rel=1e-3)
 
 
 @pytest.mark.sampled(7)

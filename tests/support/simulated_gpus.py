@@ -120,7 +120,8 @@ class SimulatedMemory:
 
     def read(self, peer: int, name: str, start: int, target: torch.Tensor, stream: Lane | None = None) -> None:
         with self.lanes.moved_to(stream):
-            target.view(-1).copy_(self.shared[peer][name][start : start + target.numel()])
+            source = self.shared[peer][name].view(target.dtype)
+            target.view(-1).copy_(source[start : start + target.numel()])
 
     def close(self) -> None:
         pass

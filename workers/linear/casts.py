@@ -34,11 +34,9 @@ class SplitOver(NamedTuple):
     features: RowGroup = RowGroup()
 
     def amax(self, x: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> Amax | None:
-        """What the recipe scales these forms of x by, as of the whole operand; None: its tiles are local."""
+        """What the recipe scales rows and columns of x by, as of the whole operand; None: its tiles are local."""
         if recipe.scaling == "block":
             return None
-        if recipe.scaling == "tensor":
-            return twice(self.whole(absolute_maximum(x)))
         none = x.new_empty(0, 1, dtype=torch.float32)
         return Amax(
             self.features.maximum(_maxima(x, 1)).wait() if rows else none,
@@ -107,18 +105,34 @@ class Casts:
         return self._weights[key]
 
     def cast(
-        self, x: Tensor, role: Role, name: str, split: SplitOver, *, rows: bool = True, columns: bool = True
+        self,
+        x: Tensor,
+        role: Role,
+        name: str,
+        split: SplitOver,
+        *,
+        rows: bool = True,
+        columns: bool = True,
+        amax: Tensor | None = None,
     ) -> Fp8Forms:
-        x = x.contiguous()
+        """With `amax`, x is a part of what that is of."""
+        x, delayed = x.contiguous(), self._delayed(name, role)
+        if delayed is not None and self.is_known:
+            maxima = delayed.maxima if rows else None
+            return fp8_cast(x, self.recipe, role, twice(delayed.amax), rows=rows, columns=columns, maxima=maxima)
+        if amax is None and self.recipe.scaling == "tensor":
+            amax = self._measured(delayed, absolute_maximum(x), split)
+        given = split.amax(x, self.recipe, rows=rows, columns=columns) if amax is None else twice(amax)
+        return fp8_cast(x, self.recipe, role, given, rows=rows, columns=columns)
+
+    def amax(self, x: Tensor, role: Role, name: str, split: SplitOver) -> Tensor | None:
+        """[1, 1]: what an operand is scaled by, of which this rank has the part x; None: its tiles have their own."""
+        if self.recipe.scaling != "tensor":
+            return None
         delayed = self._delayed(name, role)
-        if delayed is None:
-            amax = split.amax(x, self.recipe, rows=rows, columns=columns)
-            return fp8_cast(x, self.recipe, role, amax, rows=rows, columns=columns)
-        if self.is_known:
-            amax, maxima = twice(delayed.amax), delayed.maxima if rows else None
-            return fp8_cast(x, self.recipe, role, amax, rows=rows, columns=columns, maxima=maxima)
-        amax = twice(self._measured(delayed, absolute_maximum(x), split))
-        return fp8_cast(x, self.recipe, role, amax, rows=rows, columns=columns)
+        if delayed is not None and self.is_known:
+            return delayed.amax
+        return self._measured(delayed, absolute_maximum(x), split)
 
     def rows(self, x: Tensor, role: Role) -> Fp8Tensor:
         """x [T, K] by rows, with scales of blocks."""

@@ -6,7 +6,6 @@ the vocabulary, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,15 +23,6 @@ class TokenLoss(NamedTuple):
     z_loss: float = 0.0
 
 
-def logit_chunks(normed: Tensor, weight: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits [rows, V]) of normed [T, H] and weight [V, H]; the next logits overwrite these."""
-    tokens = len(normed)
-    logits = normed.new_empty(min(rows, tokens), len(weight))
-    for start in range(0, tokens, rows):
-        end = min(start + rows, tokens)
-        yield slice(start, end), torch.mm(normed[start:end], weight.t(), out=logits[: end - start])
-
-
 class HeadWgrad(NamedTuple):
     """gradient [V, H] += dlogits^T @ normed [T, H]; the logits are made again, `rows` at a time, of the same weight
     [V, H]."""
@@ -47,6 +37,10 @@ class HeadWgrad(NamedTuple):
 
     def accumulate(self, gradient: Tensor, *, overwrite: bool) -> None:
         """Adds to the gradient, or is to `overwrite` what it has."""
-        for at, logits in logit_chunks(self.normed, self.weight, self.rows):
+        tokens = len(self.normed)
+        made = self.normed.new_empty(min(self.rows, tokens), len(self.weight))  # each chunk overwrites the one before
+        for start in range(0, tokens, self.rows):
+            at = slice(start, min(start + self.rows, tokens))
+            logits = torch.mm(self.normed[at], self.weight.t(), out=made[: at.stop - start])
             cross_entropy_backward_(logits, self.targets[at], self.lse[at], *self.loss)
-            accumulate_gradient_(gradient, logits, self.normed[at], overwrite=overwrite and at.start == 0)
+            accumulate_gradient_(gradient, logits, self.normed[at], overwrite=overwrite and start == 0)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.workers.linear.linear import Axes, Linear
-from pentad.workers.linear.logit_chunks import HeadWgrad, TokenLoss, logit_chunks
+from pentad.workers.linear.logit_chunks import HeadWgrad, TokenLoss
 from pentad.workers.linear.weight_grad import EmbeddingWgrad, LinearWgrad, Param
-from pentad.workers.parallel.async_ops import gather2
+from pentad.workers.parallel.async_ops import AsyncResult, gather2
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 
@@ -71,17 +71,36 @@ def head_loss(
         logits = head.forward_gathered(axes, normed).wait()
         losses, lse = _losses(logits, targets, tp, loss.softcap)
         return LossSaved(normed, lse, targets, logits), losses
+    return _loss_of_chunks(head, normed, targets, axes, loss, rows, has_backward=has_backward)
+
+
+def _loss_of_chunks(
+    head: Linear, normed: Tensor, targets: Tensor, axes: Axes, loss: TokenLoss, rows: int, *, has_backward: bool
+) -> tuple[LossSaved, Tensor]:
+    """A chunk has as many rows of each rank: its own are multiplied while the others arrive, and what a chunk adds to
+    the gradient is reduced while the next one is computed."""
     assert head.casts is None, "logits of a head in 8 bits are kept"
-    full, parts = tp.all_gather(normed).wait(), list[tuple[Tensor, Tensor]]()
-    partial = torch.empty_like(full) if has_backward else None
-    for at, logits in logit_chunks(full, head.weight, rows):
-        parts.append(_losses(logits, targets[at], tp, loss.softcap))
-        if partial is not None:
-            cross_entropy_backward_(logits, targets[at], parts[-1][1], *loss)
-            torch.mm(logits, head.weight, out=partial[at])
-    losses, lse = (torch.cat(each) for each in zip(*parts, strict=True))
-    dnormed = None if partial is None else tp.reduce_scatter(partial).wait()
-    return LossSaved(normed, lse, targets, dnormed=dnormed), losses
+    size, by_rank = max(1, rows // axes.tp.size), targets.view(axes.tp.size, -1)
+    parts, in_flight = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, AsyncResult[Tensor]]]()
+    dnormed = torch.empty_like(normed) if has_backward else None
+
+    def take() -> None:
+        while in_flight:
+            target, gradient = in_flight.pop()
+            target.copy_(gradient.wait())
+
+    for start in range(0, len(normed), size):
+        at = slice(start, start + size)
+        logits, of_chunk = head.forward_gathered(axes, normed[at]).wait(), by_rank[:, at].contiguous().flatten()
+        parts.append(_losses(logits, of_chunk, axes.tp, loss.softcap))
+        take()
+        if dnormed is not None:
+            cross_entropy_backward_(logits, of_chunk, parts[-1][1], *loss)
+            in_flight.append((dnormed[at], head.input_grad_scattered(axes, logits)))
+        del logits  # free for the next
+    take()
+    losses, lse = (torch.cat([part.view(len(by_rank), -1) for part in each], 1) for each in zip(*parts, strict=True))
+    return LossSaved(normed, lse.flatten(), targets, dnormed=dnormed), losses.flatten()
 
 
 def squared_lse(saved: LossSaved) -> Tensor:
@@ -99,8 +118,8 @@ def head_loss_backward(
         return saved.dnormed, HeadWgrad(head.gradient, head.weight, normed, saved.targets, saved.lse, loss, rows)
     cross_entropy_backward_(saved.logits, saved.targets, saved.lse, *loss)
     dlogits = head.output_grad(axes, saved.logits)
-    scattered = head.input_grad_scattered(axes, dlogits)
-    dnormed, normed = gather2(scattered, axes.tp.all_gather(saved.normed)).wait()
+    gathered = axes.tp.all_gather(saved.normed)  # beside the product
+    normed, dnormed = gather2(gathered, head.input_grad_scattered(axes, dlogits)).wait()
     return dnormed, head.wgrad(dlogits, head.input(axes, normed, columns=True))
 
 

@@ -170,10 +170,8 @@ class MLA(NamedTuple):
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
         dnarrow = yield from self.out_adapter.narrow_grad(context, dy)
         adapters = yield from self.out_adapter.wgrads(context, saved.out, dy, dnarrow)
-        dy = yield from tp.all_gather(dy)
-        doutput = self.out.output_grad(axes, dy)
+        doutput, dout = yield from self.out.input_grad_gathered(axes, dy)
         del dy
-        dout = self.out.input_grad(axes, doutput)
         self.out_adapter.input_grad_(dnarrow, dout)
         (dq, dk, dv), _ = yield from attend_backward(context, sequence, saved.context, dout, shape.v_head_dim)
         del dout

@@ -9,6 +9,7 @@ token. T' tokens received from the ranks of the ep group make R rows: one for ea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -42,6 +43,8 @@ from pentad.workers.parallel.expert_parallel import (
     pack_routing,
     unpack_routing,
 )
+
+MakeDgated = Callable[[], tuple[Operand, Tensor]]
 
 
 class MoESaved(NamedTuple):
@@ -107,32 +110,33 @@ class MoE(NamedTuple):
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
     ) -> Task[tuple[Tensor, MoESaved, MoERecomputable]]:
-        full = yield from context.tp.all_gather(x)
+        full, make_shared_gate_up = yield from self._gather(context, x)
         local, router_bias = self.gate_up.weight.shape[0], self.biases and self.biases.router.weight
         given = self.router.weight, self.bias, _shape(context), router_bias
         routing = router.route(full, *given, sequence.counted)
         dispatcher = yield from make_dispatcher(routing.experts, local, context.ep, sequence.expert_tokens)
         in_flight = self._dispatch(full, routing, dispatcher, context.ep)
-        axes, shared_gate_up, shared = context.axes, self._shared_gate_up(context, full), None
-        if shared_gate_up is not None and self.shared is not None:
-            shared = self.shared.down.forward(axes, self.shared.down.glu(axes, shared_gate_up, self.act))
+        shared_gate_up, is_sent = make_shared_gate_up(), not isinstance(dispatcher, LocalDispatcher)
+        shared = self._shared_down(context, shared_gate_up) if is_sent else None  # while tokens travel
         saved = yield from in_flight
         del in_flight  # and the rows that were sent
         partial, gate_up = self._compute_experts(context, full, saved)
         out = yield from dispatcher.combine(partial)
-        out = out if shared is None else out + shared
+        if shared is not None:
+            out = out + shared
         if context.first_pass and routing.logits is not None and context.router_squared_lse is not None:
             squares = routing.logits.logsumexp(1).double().square()
             counted = squares if routing.counted is None else squares * routing.counted
             context.router_squared_lse.add_(counted.sum())
         if context.first_pass and context.count_load and self.load is not None:
             self.load.add_(routing.load)
-        y, load = yield from gather2(context.tp.reduce_scatter(out), _microbatch_load(context, sequence, routing))
+        scattered = context.tp.reduce_scatter(out) if is_sent else self._scatter(context, out, shared_gate_up)
+        y, load = yield from gather2(scattered, _microbatch_load(context, sequence, routing))
         return y, saved._replace(load=load), MoERecomputable(gate_up, shared_gate_up)
 
     def recompute(self, context: LayerContext, x: Tensor, saved: MoESaved) -> MoERecomputable:
-        full = context.tp.all_gather(x).wait()
-        return MoERecomputable(self._gate_up(context, full, saved), self._shared_gate_up(context, full))
+        full, make_shared_gate_up = self._gather(context, x).wait()
+        return MoERecomputable(self._gate_up(context, full, saved), make_shared_gate_up())
 
     def backward(
         self,
@@ -144,11 +148,11 @@ class MoE(NamedTuple):
         dy: Tensor,
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         shape, scale = _shape(context), context.aux_loss_scale / context.tp.size  # dx is summed over the tp ranks
-        x, dy = yield from gather2(context.tp.all_gather(x), context.tp.all_gather(dy))
+        x, (dy, make_dgated) = yield from gather2(context.tp.all_gather(x), self._gather_gradient(context, dy))
         dout = yield from dispatch(saved.dispatcher, operand(self.down, dy, "gradient"))
         dtokens, dweights, work = self._experts_backward(context, x, saved, recomputable.gate_up, dout)
         in_flight = gather2(saved.dispatcher.combine(dtokens), saved.dispatcher.combine(dweights))
-        dshared_gate_up, shared_work = self._shared_backward(context, x, recomputable.shared_gate_up, dy)
+        dshared_gate_up, shared_work = self._shared_backward(context, x, recomputable.shared_gate_up, make_dgated)
         dtokens, dweights = yield from in_flight
         has_aux_loss = shape.aux_loss_coef and scale
         dshares = router.aux_loss_grad(saved.routing, shape, scale, saved.load) if has_aux_loss else None
@@ -157,12 +161,10 @@ class MoE(NamedTuple):
         if self.biases is not None:
             work.append(bias_wgrad(self.biases.router, dlogits))
         dx += dtokens
-        if dshared_gate_up is not None and self.shared is not None:
-            if isinstance(dshared_gate_up, Tensor):
-                dx.addmm_(dshared_gate_up, self.shared.gate_up.weight)
-            else:
-                dx += self.shared.gate_up.input_grad(context.axes, dshared_gate_up)
-        dx = yield from context.tp.reduce_scatter(dx)
+        if dshared_gate_up is None or self.shared is None:
+            dx = yield from context.tp.reduce_scatter(dx)
+        else:
+            dx = yield from self.shared.gate_up.input_grad_scattered(context.axes, dshared_gate_up, dx)
         return dx, [*work, LinearWgrad(self.router.gradient, dlogits, x), *shared_work]
 
     def _dispatch(
@@ -223,14 +225,14 @@ class MoE(NamedTuple):
         return sum_rows(drows, rows.positions), dweights, work
 
     def _shared_backward(
-        self, context: LayerContext, x: Tensor, gate_up: Tensor | None, dy: Tensor
+        self, context: LayerContext, x: Tensor, gate_up: Tensor | None, make_dgated: MakeDgated | None
     ) -> tuple[Operand | None, list[Wgrad]]:
         """(gradient of the shared expert's gate_up [T, 2Is], work for W); nothing without a shared expert."""
-        if gate_up is None or self.shared is None:
+        if gate_up is None or self.shared is None or make_dgated is None:
             return None, []
         up, down, axes = self.shared.gate_up, self.shared.down, context.axes
-        doutput = down.output_grad(axes, dy)
-        dgate_up, gated = down.glu_backward(axes, down.input_grad(axes, doutput), gate_up, self.act, up.name)
+        doutput, dgated = make_dgated()
+        dgate_up, gated = down.glu_backward(axes, dgated, gate_up, self.act, up.name)
         return dgate_up, [down.wgrad(doutput, gated), up.wgrad(dgate_up, up.input(axes, x, columns=True))]
 
     def _gate_up(self, context: LayerContext, x: Tensor, saved: MoESaved) -> Tensor:
@@ -246,11 +248,32 @@ class MoE(NamedTuple):
     def _tokens(self, x: Tensor, saved: MoESaved) -> RowOperand:
         return operand(self.gate_up, x, "activation") if saved.received is None else saved.received
 
-    def _shared_gate_up(self, context: LayerContext, x: Tensor) -> Tensor | None:
+    def _gather(self, context: LayerContext, x: Tensor) -> AsyncResult[tuple[Tensor, Callable[[], Tensor | None]]]:
+        """(all tokens [T, H], what then makes the shared expert's gate_up [T, 2Is]); this rank's part of that is made
+        meanwhile."""
         if self.shared is None:
+            return context.tp.all_gather(x).then(lambda full: (full, lambda: None))
+        return self.shared.gate_up.gather_forward(context.axes, x).then(lambda both: (plain(both[0]), both[1]))
+
+    def _gather_gradient(self, context: LayerContext, dy: Tensor) -> AsyncResult[tuple[Tensor, MakeDgated | None]]:
+        """As `_gather`, of the gradient: what makes it an operand of W and the gradient [T, Is] of the shared expert's
+        gated unit."""
+        if self.shared is None:
+            return context.tp.all_gather(dy).then(lambda full: (full, None))
+        return self.shared.down.gather_input_grad(context.axes, dy)
+
+    def _shared_down(self, context: LayerContext, gate_up: Tensor | None) -> Tensor | None:
+        if self.shared is None or gate_up is None:
             return None
-        up, axes = self.shared.gate_up, context.axes
-        return up.forward(axes, up.input(axes, x, rows=True))
+        down = self.shared.down
+        return down.forward(context.axes, down.glu(context.axes, gate_up, self.act))
+
+    def _scatter(self, context: LayerContext, out: Tensor, gate_up: Tensor | None) -> AsyncResult[Tensor]:
+        """This rank's rows [T / tp, H] of the sum over the tp ranks of `out` and the shared expert's result."""
+        if self.shared is None or gate_up is None:
+            return context.tp.reduce_scatter(out)
+        down = self.shared.down
+        return down.forward_scattered(context.axes, down.glu(context.axes, gate_up, self.act), out)
 
 
 def _microbatch_load(context: LayerContext, sequence: SequenceContext, routing: Routing) -> AsyncResult[Tensor | None]:

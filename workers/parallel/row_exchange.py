@@ -51,14 +51,17 @@ class RowGroup:
     rank: int = 0
     rows: Rows | None = None
 
-    def all_gather(self, x: Tensor) -> AsyncResult[Tensor]:
-        """The rows of all ranks in order [size T, ...], from this rank's [T, ...]."""
+    def all_gather(self, x: Tensor, *, keep: bool = True) -> AsyncResult[Tensor]:
+        """The rows of all ranks in order [size T, ...], from this rank's [T, ...], which need not be among them unless
+        they are to `keep`."""
         if self.group is None:
             return ready(x)
         if self.rows is None or not self.rows.fits(x.numel(), x):
             return all_gather_rows(x, self.group)
-        full, work = self._gather(self.rows, x.contiguous(), keep=True)
-        return AsyncResult((work,), lambda: full, full)
+        x = x.contiguous()
+        full = x.new_empty(self.size, *x.shape)
+        work = LayerWork(self.rows.gather(x, full, keep=keep), self.group)
+        return AsyncResult((work,), lambda: full.flatten(0, 1), full)
 
     def reduce_scatter(self, partial: Tensor) -> AsyncResult[Tensor]:
         """This rank's rows [T / size, ...] of the sum over ranks of partial results [T, ...]."""
@@ -136,12 +139,6 @@ class RowGroup:
         """All other rows: those before and those after."""
         own = self._own(rows)
         return [each for each in (slice(0, own.start), slice(own.stop, rows)) if each.start < each.stop]
-
-    def _gather(self, rows: Rows, x: Tensor, *, keep: bool) -> tuple[Tensor, LayerWork]:
-        """(the rows of all ranks, of which those of the others arrive, what is in flight)"""
-        assert self.group is not None
-        full = x.new_empty(self.size, *x.shape)
-        return full.flatten(0, 1), LayerWork(rows.gather(x, full, keep=keep), self.group)
 
     def _terms(self, slot: Tensor) -> tuple[Tensor, list[tuple[int, int, Tensor]]]:
         """(partial results [size - 1, T / size, ...] of other ranks for this one's rows, where each is read); `slot`

@@ -8,7 +8,9 @@ of each peer in turn, which that peer reads meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,69 +19,60 @@ from pentad.schedules.spec.row_slots import num_tiles
 from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, reduce_scatter
 from pentad.workers.parallel.row_exchange import RowGroup
 
+X = TypeVar("X")
 SPLIT_ROWS = 1024  # of a rank, from which on its part of a product is computed by itself
 
 
 class TensorParallelGroup(RowGroup):
     """The tp group of a rank."""
 
-    def gathered_matmul(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> AsyncResult[Tensor]:
-        """x @ matrix [K, N] + bias [N] of the rows x of all tokens [T, K], from this rank's [T / tp, K]."""
-        return self._gather_matmul(x, matrix, bias, keep=False).then(lambda both: both[1])
+    def overlaps(self, rows: int, elements: int, like: Tensor) -> bool:
+        """Whether a message of so many elements goes beside the product with these rows of each rank."""
+        return self.rows is not None and rows >= SPLIT_ROWS and self.rows.fits(elements, like)
 
-    def all_gather_matmul(self, x: Tensor, matrix: Tensor) -> AsyncResult[tuple[Tensor, Tensor]]:
-        """(the rows x of all tokens [T, K], x @ matrix [K, N]) from this rank's rows [T / tp, K]."""
-        return self._gather_matmul(x, matrix, None, keep=True)
+    def multiply_gathered(
+        self, gathered: AsyncResult[X], own: X, y: Tensor, product: Callable[[X, slice, Tensor], object]
+    ) -> AsyncResult[tuple[X, Callable[[], Tensor]]]:
+        """(what is `gathered`, what completes y [T, N]). `product` writes that of some rows; this rank's, of its `own`,
+        are multiplied while the others arrive."""
+        product(own, slice(None), y[self._own(len(y))])
 
-    def matmul_reduce_scatter(self, x: Tensor, matrix: Tensor) -> AsyncResult[Tensor]:
-        """This rank's rows [T / tp, N] of the sum over ranks of x [T, K] @ matrix [K, N]."""
-        tokens, width = x.shape[0], matrix.shape[1]
-        if self.group is None or self.rows is None or not self.rows.fits(tokens * width, x):
-            return self._reduce_tiles(x, matrix)
-        if tokens < SPLIT_ROWS * self.size:
-            return self.reduce_scatter(torch.mm(x, matrix))
-        slot = self.rows.slot((tokens, width), x)
+        def complete(full: X) -> Tensor:
+            for others in self._others(len(y)):
+                product(full, others, y[others])
+            return y
+
+        return gathered.then(lambda full: (full, lambda: complete(full)))
+
+    def multiply_scattered(
+        self, shape: tuple[int, int], like: Tensor, product: Callable[[slice, Tensor], object]
+    ) -> AsyncResult[Tensor]:
+        """This rank's rows [T / tp, N] of the sum over ranks of products of the `shape` [T, N], in the dtype of `like`.
+        `product` writes that of some rows: those of each peer, which reads them meanwhile, and last this rank's."""
+        assert self.rows is not None and self.group is not None
+        slot, tokens = self.rows.slot(shape, like), shape[0]
         arrived, parts = self._terms(slot)
 
         def write(peer: int) -> None:
             rows = self._rows_of(peer, tokens)
-            torch.mm(x[rows], matrix, out=slot[rows])
+            product(rows, slot[rows])
 
         work = LayerWork(self.rows.scatter(parts, write), self.group)
-        own = torch.mm(x[self._own(tokens)], matrix)
+        mine = self._own(tokens)
+        own = torch.empty_like(slot[mine])
+        product(mine, own)
         return AsyncResult((work,), lambda: self._add(own, arrived), arrived)
 
-    def all_gather_stacked(self, values: Tensor) -> AsyncResult[Tensor]:
-        """The values [...] of all ranks, stacked [tp, ...]."""
-        return self.all_gather(values[None])
+    def matmul_reduce_scatter(self, x: Tensor, matrix: Tensor) -> AsyncResult[Tensor]:
+        """This rank's rows [T / tp, N] of the sum over ranks of x [T, K] @ matrix [K, N].
 
-    def _gather_matmul(
-        self, x: Tensor, matrix: Tensor, bias: Tensor | None, *, keep: bool
-    ) -> AsyncResult[tuple[Tensor, Tensor]]:
-        """(rows, their product), with this rank's among the rows if it is to `keep` them."""
-        if self.rows is None or x.shape[0] < SPLIT_ROWS or not self.rows.fits(x.numel(), x):
-            return self.all_gather(x).then(lambda full: (full, _matmul(full, matrix, bias)))
-        x = x.contiguous()
-        full, work = self._gather(self.rows, x, keep=keep)
-        tokens = full.shape[0]
-        y = x.new_empty(tokens, matrix.shape[1])
-        _matmul(x, matrix, bias, y[self._own(tokens)])
-
-        def complete() -> tuple[Tensor, Tensor]:
-            for others in self._others(tokens):
-                _matmul(full[others], matrix, bias, y[others])
-            return full, y
-
-        return AsyncResult((work,), complete, full)
-
-    def _reduce_tiles(self, x: Tensor, matrix: Tensor) -> AsyncResult[Tensor]:
-        """As `matmul_reduce_scatter`, by the process group.
-
-        A long product is cut into tiles, each with some rows of every rank: one is reduced while the next is computed.
-        The batched product reads x in place: copying the tiles first cost a dense 8B model under tp2 4 % of a step.
+        Where the process group reduces it, a long product is cut into tiles, each with some rows of every rank: one is
+        reduced while the next is computed. The batched product reads x in place: copying the tiles first cost a dense
+        8B model under tp2 4 % of a step.
         """
         count = num_tiles(x.shape[0])
-        if self.group is None or count == 1:
+        is_copied = self.rows is not None and self.rows.fits(x.shape[0] * matrix.shape[1], x)
+        if self.group is None or is_copied or count == 1:
             return self.reduce_scatter(torch.mm(x, matrix))
         rows, matrices = x.view(self.size, -1, x.shape[1]), matrix.expand(self.size, -1, -1)
         own_rows = rows.shape[1]
@@ -92,6 +85,6 @@ class TensorParallelGroup(RowGroup):
             partials.append(partial)
         return AsyncResult(works, lambda: own, partials)
 
-
-def _matmul(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
+    def all_gather_stacked(self, values: Tensor) -> AsyncResult[Tensor]:
+        """The values [...] of all ranks, stacked [tp, ...]."""
+        return self.all_gather(values[None])

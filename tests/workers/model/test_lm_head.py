@@ -1,4 +1,5 @@
-"""Logits in chunks of rows: nothing of the size of the vocabulary outlives a chunk."""
+"""Logits in chunks of rows: nothing of the size of the vocabulary outlives a chunk, and tensor ranks get what kept
+logits give, while rows of chunks travel."""
 
 from __future__ import annotations
 
@@ -10,13 +11,23 @@ import pytest
 import torch
 from fake_groups import FAMILIES, fake_collectives, make_stage
 from plans import MODEL, plan_of
+from thread_ranks import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.linear.linear import Axes, Linear
+from pentad.workers.linear.logit_chunks import TokenLoss
+from pentad.workers.linear.weight_grad import Param, accumulate_wgrads
 from pentad.workers.model.base_stage import StageInputs
+from pentad.workers.model.lm_head import head_loss, head_loss_backward
 from pentad.workers.model.stage import Stage
+from pentad.workers.parallel import tensor_parallel
 from pentad.workers.parallel.async_ops import run_to_completion
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
+from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
+from pentad.workers.params.param_buffers import Unwritten
 
+LOSS = TokenLoss(0.5, z_loss=0.1)
 ROWS = 6  # of a chunk, of 16 tokens
 VOCAB = 320  # no other width of these models
 MODELS = {
@@ -81,3 +92,30 @@ def test_no_logits_outlive_a_chunk(monkeypatch, corpus, name, tp):
     assert rows_of(logit_rows=ROWS, recompute="full") == [ROWS, ROWS, 0, ROWS]
     assert rows_of(logit_rows=1000) == [16, 0, 16]
     assert rows_of()[0] == 16
+
+
+@pytest.mark.parametrize("split", [1, 1000], ids=["overlapping", "waiting"])
+@pytest.mark.parametrize(("count", "rows"), [(2, 4), (2, 5), (2, 100), (4, 8), (4, 3)])
+def test_chunks_over_ranks_give_what_kept_logits_do(monkeypatch, count, rows, split):
+    monkeypatch.setattr(tensor_parallel, "SPLIT_ROWS", split)
+    tokens, hidden, vocab = 6 * count, 5, 8 * count
+    random = torch.Generator().manual_seed(count)
+    normed, weight = (torch.randn(size, hidden, dtype=torch.float64, generator=random) for size in (tokens, vocab))
+    targets = torch.randint(vocab, (tokens,), generator=random)
+    targets[3] = -100
+
+    def work(tp: TensorParallelGroup) -> list[list[torch.Tensor]]:
+        axes, mine = Axes(tp, ContextParallelGroup()), weight.chunk(count)[tp.rank]
+        head, own, found = Linear(Param(mine, torch.zeros_like(mine))), normed.chunk(count)[tp.rank], []
+        for chunk in (0, rows):
+            saved, losses = head_loss(head, own, targets, axes, LOSS, chunk)
+            lse = saved.lse.clone()
+            dnormed, work = head_loss_backward(head, saved, axes, LOSS, chunk)
+            gradient = torch.zeros_like(mine)
+            accumulate_wgrads([work._replace(gradient=gradient)], Unwritten())
+            found.append([losses, lse, dnormed, gradient])
+        return found
+
+    for kept, chunks in on_ranks(count, tokens * vocab, work):
+        for expected, each in zip(kept, chunks, strict=True):
+            torch.testing.assert_close(each, expected, rtol=1e-12, atol=1e-12)

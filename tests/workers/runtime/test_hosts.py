@@ -9,7 +9,7 @@ import pytest
 from bits import same_bits
 from exactness import assert_equals_one_process
 from plans import plan_on_mesh
-from small_models import HEADS, MOE
+from small_models import FAMILIES, HEADS, MOE
 from worker_processes import call_all, start_run
 
 from pentad.schedules.spec.mesh import ORDER, hosts_of_size
@@ -48,6 +48,8 @@ ZERO_OVER_STAGES = (0, 0, 1, 1)  # replicas of a stage on one host: ranks of a s
         ),
         pytest.param("1f1b", {"tp": 4}, "", (0, 0, 1, 1), {"model": HEADS}, marks=slow),
         ("1f1b", {"tp": 4}, "tp", (0, 0, 0, 0), {"model": HEADS}),
+        ("1f1b", {"dp": 2, "tp": 2}, "tp", None, {"model": FAMILIES["deepseek-v3"]}),
+        pytest.param("1f1b", {"ep": 2, "tp": 2}, "tp ep", (0, 0, 0, 0), {"model": FAMILIES["deepseek-v3"]}, marks=slow),
     ],
 )
 def test_two_hosts_equal_one_process(fleet, corpus, name, sizes, copied, hosts, more: dict[str, Any]):

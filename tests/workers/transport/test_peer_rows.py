@@ -1,30 +1,23 @@
 """Rows that ranks exchange by reads of peers' memory: in every order that lanes and flags allow each rank gets
-what its peers shared in the same exchange, none waits for ever, and products over them equal those of one rank."""
+what its peers shared in the same exchange, none waits for ever."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
 from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
-from host_copies import EagerLane
 from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedLane, SimulatedMemory, run_in_some_order
+from thread_ranks import AXIS, SLOTS, ThreadFlags, flags_of, on_ranks
 
-from pentad.schedules.spec.mesh import Axis
-from pentad.workers.parallel import tensor_parallel
 from pentad.workers.parallel.row_exchange import RowGroup
-from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 from pentad.workers.transport.peer_rows import MOST_VIEWS, READ, SHARED, PeerRows
-from pentad.workers.transport.stream_flags import FlagWait, FlagWrite
 
 ELEMENTS = 12  # of a slot
 EXCHANGES = 11
-SLOTS = 3
-AXIS: Axis = "tp"
 STEP = 4  # exchanges, which is no multiple of the slots
 FIRST = 4  # rank of the mesh whose coordinate is 0
 
@@ -37,10 +30,6 @@ class Exchange(NamedTuple):
 
 def lane_of(lanes: Lanes, rank: int) -> SimulatedLane:
     return SimulatedLane(lanes, (rank, "rows"))
-
-
-def flags_of(ranks: range, count: int = SLOTS) -> dict[Hashable, int]:
-    return {(AXIS, slot, a, b): READ for slot in range(count) for a in ranks for b in ranks}
 
 
 def memory_of(ranks: range, lanes: Lanes, count: int = SLOTS) -> tuple[dict[int, torch.Tensor], SimulatedMemory]:
@@ -149,85 +138,6 @@ def test_the_orders_tell_exchanges_that_ignore_a_flag(ignored: int, kind: Litera
         return False
 
     assert any(map(run, range(20)))
-
-
-class ThreadFlags:
-    def __init__(self, values: dict[Hashable, int]) -> None:
-        self.values, self.changed = values, threading.Condition()
-
-    def batch(self, steps: Sequence[FlagWrite | FlagWait]) -> Sequence[FlagWrite | FlagWait]:
-        return steps
-
-    def run(self, batch: Sequence[FlagWrite | FlagWait], stream: None = None) -> None:
-        for step in batch:
-            with self.changed:
-                if isinstance(step, FlagWrite):
-                    self.values[step.flag] = step.value
-                    self.changed.notify_all()
-                else:
-                    assert self.changed.wait_for(partial(self._has, *step), 20)
-
-    def _has(self, flag: Hashable, bit: int) -> bool:
-        return self.values[flag] & bit != 0
-
-
-def on_ranks(count: int, elements: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
-    """What `work` returns on each of the ranks, which are threads."""
-    slots = {rank: torch.full((SLOTS, elements), torch.nan, dtype=torch.float64) for rank in range(count)}
-    memory = SimulatedMemory({rank: {AXIS: each.view(-1)} for rank, each in slots.items()})
-    flags = ThreadFlags(flags_of(range(count)))
-    found: dict[int, Any] = {}
-
-    def run(rank: int) -> None:
-        rows = PeerRows(AXIS, range(count), rank, flags, memory, slots[rank].view(torch.uint8), EagerLane())
-        group: Any = object()
-        found[rank] = work(TensorParallelGroup(group, count, rank, rows))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return [found[rank] for rank in range(count)]
-
-
-@pytest.fixture(params=[1, 1000], ids=["split", "whole"])
-def split_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_parallel, "SPLIT_ROWS", request.param)
-
-
-@pytest.mark.usefixtures("split_rows")
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_products_over_ranks_equal_those_of_one(count: int) -> None:
-    tokens, inner, outer = 3 * count, 5, 7
-    generator = torch.Generator().manual_seed(count)
-    x, w, bias = (
-        torch.randn(*shape, dtype=torch.float64, generator=generator)
-        for shape in ((tokens, inner), (inner, outer), (outer,))
-    )
-    terms = torch.randn(count, tokens, inner, dtype=torch.float64, generator=generator)
-
-    def work(tp: TensorParallelGroup) -> list[Any]:
-        own = x.view(count, -1, inner)[tp.rank]
-        found = []
-        for _ in range(3):  # more exchanges than slots
-            full, y = tp.all_gather_matmul(own, w).wait()
-            found += [
-                (tp.all_gather(own).wait(), x),
-                (full, x),
-                (y, x @ w),
-                (tp.gathered_matmul(own, w, bias).wait(), x @ w + bias),
-                (tp.reduce_scatter(terms[tp.rank]).wait(), terms.sum(0).view(count, -1, inner)[tp.rank]),
-                (
-                    tp.matmul_reduce_scatter(terms[tp.rank], w).wait(),
-                    (terms.sum(0) @ w).view(count, -1, outer)[tp.rank],
-                ),
-            ]
-        return found
-
-    for pairs in on_ranks(count, tokens * outer, work):
-        for found, expected in pairs:
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("count", [2, 4])
