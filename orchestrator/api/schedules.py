@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from pentad.orchestrator.api.rendering import as_text, line
+from pentad.orchestrator.api.rendering import as_text
+from pentad.orchestrator.monitoring.tables import line
 from pentad.orchestrator.monitoring.terminal_timeline import bars, coloured_grid, is_coloured
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program, summary

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
-from pentad.orchestrator.loggers.logger import LoggedRun, Note
+from pentad.orchestrator.loggers.logger import LoggedRun, Logger, Note
 from pentad.schedules.draw.pixels import timeline_pixels
 from pentad.schedules.simulate.timeline import Timeline
 
@@ -16,7 +16,7 @@ FOLDER, TIMELINE = "tensorboard", "timeline.arrow"
 FLUSH_SECONDS = 10
 
 
-class TensorBoard:
+class TensorBoard(Logger):
     """After a rewind a new file hides the steps of the older ones that are logged again."""
 
     def __init__(self, run: LoggedRun, note: Note) -> None:

@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from pentad.orchestrator.api.plans import planned as planned_run
-from pentad.orchestrator.cli.show_plan import show_plan
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring import display as display_module
 from pentad.orchestrator.monitoring.display import Display, RunStream, print_summary, sparkline
@@ -262,7 +261,7 @@ def test_the_tables_of_pentad_plan_drop_columns_but_no_digits() -> None:
     config, texts = load(None, ["mesh.dp=2"]), []
     for width in (200, 44):
         screen = console(terminal=False, width=width)
-        show_plan(planned_run(config, "cuda", 80.0), screen, as_json=False)
+        screen.print(planned_run(config, "cuda", 80.0), crop=False)
         texts.append(shown(screen))
     wide, narrow = (set(re.findall(r"(?<=\s)\d[\d.,]*(?=\s)", text)) for text in texts)
     assert "…" not in texts[1] and narrow <= wide
