@@ -34,8 +34,7 @@ def memory_curves(plan: Plan, timeline: Timeline | None = None) -> list[MemoryCu
     timeline = timeline or simulate(plan.program, costs_of(plan))
     spans = {(span.rank, span.name): (span.start, span.end) for span in timeline.spans}
     needs = memories(plan)
-    ranks = [plan.mesh.move(0, pp=pp) for pp in range(plan.program.ranks)]
-    return [_curve(plan, pp, needs[rank], spans) for pp, rank in enumerate(ranks)]
+    return [_curve(plan, pp, needs[rank], spans) for pp, rank in enumerate(plan.mesh.group(("pp",), 0))]
 
 
 def planned_memory(plan: Plan) -> DrawnMemory:

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pentad.orchestrator.monitoring.run_state import RankView
+from pentad.orchestrator.monitoring.run_state import OVER, RankView
 from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
 from pentad.orchestrator.planning.formatting import format_duration, format_number, format_percent
 from pentad.schedules.ir.errors import printable
@@ -30,7 +30,6 @@ STATE_COLOURS = {  # of ranks and runs
     **{"hung": "bold red", "lost": "bold red", "failed": "bold red"},
     **{"paused": "yellow", "recovering": "bold yellow", "stopping": "yellow", "finished": "green", "stopped": "dim"},
 }
-ENDED = ("finished", "stopped", "failed")  # states of a run that has no ranks
 
 
 class RunStream:
@@ -156,7 +155,7 @@ class Display:
         else:
             clock = f" {time.monotonic() - self.began:5.1f} s  "
             parts += [*self.phases, Text.assemble((clock, "dim"), (self.state, STATE_COLOURS[self.state]))]
-        if self.ranks and self.state not in ENDED:
+        if self.ranks and self.state not in OVER:
             room = max(1, min(MOST_RANKS, self.console.height - _STEPS - 10))
             parts += [Text(), ranks_table(self.ranks, room, self.rows[-1]["step"] if self.rows else -1, width)]
         return Group(*parts)

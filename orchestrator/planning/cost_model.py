@@ -20,8 +20,8 @@ from pentad.orchestrator.planning.hardware import (
     NODE_GPUS,
     expert_flops,
     expert_rows,
+    is_on_host,
     links_of,
-    ranks_on_host,
 )
 from pentad.orchestrator.planning.parameter_collectives import (
     gather_seconds,
@@ -202,7 +202,7 @@ def layer_messages(
     volumes = stage_volume(model, span, piece, phase, copied=is_copied(piece)) if model.custom is None else {}
     for (axis, kind), volume in volumes.items():
         link = links_of(rates, piece.mesh, (axis,), in_layers=True).of(kind)
-        on_host = ranks_on_host(piece.mesh, (axis,), rates.host_order) == getattr(piece.mesh, axis)
+        on_host = is_on_host(piece.mesh, (axis,), rates.host_order)
         exposed = 1 - rates.tp_hidden if axis == "tp" and on_host else 1.0
         seconds = link.seconds(exposed * volume.bytes, volume.operations)
         hidden = link.seconds((1 - exposed) * volume.bytes, 0)

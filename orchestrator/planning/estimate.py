@@ -276,8 +276,7 @@ def copies_bytes(plan: Plan, rank: int) -> int:
     counts, and of the one that is made."""
     if not plan.replicate_every:
         return 0
-    first_ranks = (plan.mesh.move(0, pp=pp) for pp in range(plan.mesh.pp))
-    return 2 * (snapshot_bytes(plan, rank) + max(snapshot_bytes(plan, each) for each in first_ranks))
+    return 2 * (snapshot_bytes(plan, rank) + max(snapshot_bytes(plan, each) for each in plan.mesh.group(("pp",), 0)))
 
 
 def _with_muon(plan: Plan, rank: int, activations: int) -> int:

@@ -19,7 +19,6 @@ from pentad.schedules.simulate.events import Events, events_of
 from pentad.schedules.simulate.toposort import Graph, earliest_times, topological_levels
 
 RECOMPUTE = "recompute"
-NO_WAIT, NOT_STARVED = LayerWait(0.0, 0.0), Starved(0.0, 0.0)
 NAMES = ("compute", RECOMPUTE, "inside layers", STARVED, "optimizer", "data", HOST, BETWEEN_STAGES, PARAMETERS, COPIES)
 Seconds = dict[str, Array]  # by part, and by action of the mesh
 
@@ -71,8 +70,8 @@ class Replay:
 
     def _add_compute(self, rank: int, begin: int, measured: Measured) -> None:
         parts, places = self.parts, self.view.program.positions[self.view.coordinates[rank].pp]
-        wait, work = measured.layers.get(rank, NO_WAIT), list[tuple[int, float]]()
-        data, starved = measured.data.get(rank, 0.0), measured.starved.get(rank, NOT_STARVED)
+        wait, work = measured.layers.get(rank, LayerWait()), list[tuple[int, float]]()
+        data, starved = measured.data.get(rank, 0.0), measured.starved.get(rank, Starved())
         for number, busy in enumerate(self.view.busy(rank, begin)):
             at = self.first[rank] + places[busy.action.key]
             host, seconds = busy.idle.get(HOST, 0) / 1e9, (busy.end - busy.start) / 1e9

@@ -21,10 +21,10 @@ from pentad.schedules.draw.page_program import (
 )
 from pentad.schedules.draw.palette import (
     BACKGROUNDS,
-    OP_STYLES,
     grouped,
     nanoseconds,
     op_style,
+    ordered_ops,
     row_of,
     row_order,
     shades,
@@ -158,12 +158,10 @@ def _timelines(drawn: list[_Drawn]) -> dict[str, Any]:
     pieces = (piece for one in drawn for path in one.paths.values() for piece in path)
     parts = {kind: number for number, kind in enumerate(dict.fromkeys(piece.kind for piece in pieces))}
     panels = [_panel(one, kinds, parts) for one in drawn]
-    ops_used = {kind[1] for kind in kinds}
-    ops = [op for op in OP_STYLES if op in ops_used] + sorted(ops_used - OP_STYLES.keys())
     chunks = max(1, *(len(rank["stages"]) for panel in panels for step in panel["steps"] for rank in step["ranks"]))
     return {
         "kinds": _table(list(kinds)),
-        "looks": {op: _look(op, chunks if op in COMPUTE else 1) for op in ops},
+        "looks": {op: _look(op, chunks if op in COMPUTE else 1) for op in ordered_ops({kind[1] for kind in kinds})},
         "rows": row_order(row_of(kind[2]) for kind in kinds),
         "parts": list(parts),
         "panels": panels,

@@ -61,6 +61,11 @@ def op_style(op: str) -> OpStyle:
     return OP_STYLES.get(op, OTHER)
 
 
+def ordered_ops(ops: set[str]) -> list[str]:
+    """In the order of legends, then others by name."""
+    return [op for op in OP_STYLES if op in ops] + sorted(ops - OP_STYLES.keys())
+
+
 def shades(op: str, theme: Theme, count: int) -> list[str]:
     """A fill (#rrggbb) for each of a rank's `count` chunks: the op's, then even steps towards the background."""
     fill, background = getattr(op_style(op), theme), BACKGROUNDS[theme]
