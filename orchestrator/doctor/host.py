@@ -69,11 +69,10 @@ def judge_memory(total: int, available: int, limit: int | None, used: int) -> Fi
     free = min(available, size - used) if is_limited else available
     text = f"{format_bytes(free)} free of {format_bytes(size)}" + (", the container's limit" if is_limited else "")
     figures = {"free": free, "total": size}
-    if free < GIB:
-        return Finding("failure", text, "end other processes, or raise the container's limit", figures)
-    if free < 0.1 * size:
-        return Finding("warning", text, "end other processes, or raise the container's limit", figures)
-    return Finding("ok", text, figures=figures)
+    if free >= max(GIB, 0.1 * size):
+        return Finding("ok", text, figures=figures)
+    remedy = "end other processes, or raise the container's limit"
+    return Finding("failure" if free < GIB else "warning", text, remedy, figures)
 
 
 def judge_pinned(limit: int | None, *, has_rdma: bool) -> Finding:

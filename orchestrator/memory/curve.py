@@ -70,13 +70,14 @@ def _changes(parts: list[Instruction], held: list[int], peaks: list[int]) -> lis
 def _curve(plan: Plan, pp: int, need: dict[str, int], spans: dict[tuple[int, str], tuple[float, float]]) -> MemoryCurve:
     program, compute, wide = plan.program, BYTES[plan.dtype], wide_bytes(plan.dtype)
     times = [(part, *spans[pp, str(part.key)]) for part in instructions_of(program.streams[pp])]
-    weights, gradients = _pooled_weights(plan, pp), _pooled_gradients(plan, pp)
-    gathered, summed = (_in_use(times, *used) for used in (weights, gradients))
+    held = sharded_stages(program, pp)
+    weights = {unit: compute * sum(weight_sizes(program, unit)) for unit in held if plan.zero == 3}
+    gradients = {unit: wide * sum(gradient_sizes(program, unit)) for unit in held if plan.zero > 1}
+    gathered = _in_use(times, {Op.ALL_GATHER}, Op.FREE, weights)
+    summed = _in_use(times, {Op.W, Op.BW}, Op.REDUCE_SCATTER, gradients)
     pools = [0, 0]
     if plan.zero == 3:
-        pools[0] = compute * sum(
-            longest([weight_pool(each, pp, sharded_stages(program, pp)) for each in plan.programs])
-        )
+        pools[0] = compute * sum(longest([weight_pool(each, pp, held) for each in plan.programs]))
     if plan.zero > 1:
         pools[1] = wide * sum(longest([gradient_pool(each, pp) for each in plan.trained_programs]))
     activations, highest = _activations(plan, pp, times)
@@ -92,22 +93,12 @@ def _curve(plan: Plan, pp: int, need: dict[str, int], spans: dict[tuple[int, str
     return MemoryCurve(pp, fixed, sum(pools), units, _thinned(samples, sum(pools)))
 
 
-def _pooled_weights(plan: Plan, pp: int) -> tuple[Op, Op, dict[int, int]]:
-    """What begins and ends the use of each unit's place in the pool, and its bytes."""
-    held = sharded_stages(plan.program, pp) if plan.zero == 3 else set()
-    size = BYTES[plan.dtype]
-    return Op.ALL_GATHER, Op.FREE, {unit: size * sum(weight_sizes(plan.program, unit)) for unit in held}
-
-
-def _pooled_gradients(plan: Plan, pp: int) -> tuple[Op, Op, dict[int, int]]:
-    held = sharded_stages(plan.program, pp) if plan.zero > 1 else set()
-    size = wide_bytes(plan.dtype)
-    return Op.W, Op.REDUCE_SCATTER, {unit: size * sum(gradient_sizes(plan.program, unit)) for unit in held}
-
-
-def _in_use(times: list[tuple[Instruction, float, float]], begin: Op, end: Op, sizes: dict[int, int]) -> list[Change]:
-    """When units take and leave their places: from the start of the first `begin` (W or BW) to the end of `end`."""
-    begins, found, held = {begin, Op.BW} if begin is Op.W else {begin}, list[Change](), set[int]()
+def _in_use(
+    times: list[tuple[Instruction, float, float]], begins: set[Op], end: Op, sizes: dict[int, int]
+) -> list[Change]:
+    """When units take and leave their places in a pool, and their bytes: from the start of the first of `begins` to the
+    end of `end`."""
+    found, held = list[Change](), set[int]()
     for part, start, ended in times:
         if part.stage not in sizes:
             continue

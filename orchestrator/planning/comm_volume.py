@@ -110,13 +110,7 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
 
 @lru_cache(maxsize=4096)
 def stage_volume(
-    model: ModelSpec,
-    layers: LayerRange,
-    piece: Piece,
-    phase: str,
-    *,
-    copied: bool = False,
-    is_repeated: bool = False,
+    model: ModelSpec, layers: LayerRange, piece: Piece, phase: str, *, copied: bool = False, is_repeated: bool = False
 ) -> CommVolume:
     """Of one piece on one stage: its layers, embedding and head. A `phase` is F, B or the mode of a RECOMPUTE. Where
     exchanges are `copied` between the GPUs of a host, the result of a product is one exchange, else one a tile. An F

@@ -29,14 +29,7 @@ class Replay:
     `begins` are the nanoseconds at which the ranks began the step.
     """
 
-    def __init__(
-        self,
-        view: StepView,
-        begins: Mapping[int, int],
-        measured: Measured,
-        *,
-        blocking_host: bool,
-    ) -> None:
+    def __init__(self, view: StepView, begins: Mapping[int, int], measured: Measured, *, blocking_host: bool) -> None:
         self.view, program, mesh = view, view.program, view.mesh
         counts = [len(view.stream(rank)) for rank in range(mesh.size)]
         self.first = np.concatenate(([0], np.cumsum(counts)))

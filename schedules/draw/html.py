@@ -87,12 +87,7 @@ class RunProgram(NamedTuple):
 
 
 def timeline_page(
-    timelines: Sequence[Timeline],
-    *,
-    title: str,
-    facts: dict[str, str],
-    figure: str = "",
-    run: RunProgram | None = None,
+    timelines: Sequence[Timeline], *, title: str, facts: dict[str, str], figure: str = "", run: RunProgram | None = None
 ) -> str:
     """The page of a run: a panel per timeline, of which the reader chooses a step, and below them the SVG text of a
     figure, if there is one. Times are in seconds. With what the steps have run, it also shows dependencies, the
