@@ -7,8 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from typing import Any
 
 import ray
@@ -144,15 +143,10 @@ class HeldLease:
             return True
 
 
-@contextmanager
-def held_lease(name: str, folder: str, seconds: float) -> Iterator[HeldLease]:
+def held_lease(name: str, folder: str, seconds: float) -> AbstractContextManager[HeldLease]:
     """Holds the lease of a run for the length of the block, and then ends what is left of its ranks. Raises PentadError
     while another driver has it."""
-    lease = HeldLease(name, folder, seconds)
-    try:
-        yield lease
-    finally:
-        lease.close()
+    return closing(HeldLease(name, folder, seconds))
 
 
 def has_ended(job: str) -> bool:

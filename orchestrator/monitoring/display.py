@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import IO, Any, cast
 
@@ -60,7 +60,7 @@ class RunStream:
         return getattr(self.stream, name)
 
 
-class Display:
+class Display(AbstractContextManager["Display"]):
     """Shows one run, from the phases of its start-up on; use it in a `with`. `began` is the monotonic second of the
     command, from which the phases' seconds are counted."""
 
@@ -76,9 +76,6 @@ class Display:
         self.ranks: Sequence[RankView] = ()
         self.state = "starting"
         self.live: Live | None = None
-
-    def __enter__(self) -> Display:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

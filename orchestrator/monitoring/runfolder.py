@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ _OWN = ("run.name", "run.folder")
 Changes = dict[str, tuple[Any, Any]]  # the values before and now, by key
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """The folder of a live run, locked against others until it is closed; use it in a `with`.
 
     `changes` are the keys of the configuration that a resumed run changes.
@@ -247,9 +247,6 @@ class RunFolder:
 
     def close(self) -> None:
         os.close(self.lock)
-
-    def __enter__(self) -> RunFolder:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

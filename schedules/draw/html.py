@@ -42,16 +42,8 @@ from pentad.schedules.spec.mesh import Mesh
 STYLES = ("page.css", "panels.css")
 SCRIPTS = (
     *("data.js", "labels.js", "layout.js", "canvas.js", "paint.js", "program/links.js", "program/dependencies.js"),
-    *(
-        "program/arrows.js",
-        "program/memory_curve.js",
-        "program/messages.js",
-        "selection.js",
-        "search.js",
-        "tooltip.js",
-        "navigation.js",
-    ),
-    "main.js",
+    *("program/arrows.js", "program/memory_curve.js", "program/messages.js"),
+    *("selection.js", "search.js", "tooltip.js", "navigation.js", "main.js"),
 )
 _Kind = tuple[str, str, str, int, int, int]  # name, op, lane, stage, microbatch, peer
 _Placement = tuple[tuple[int, ...], ...]  # stages of each rank
