@@ -38,7 +38,8 @@ def examine_memory(_: Subject) -> Finding:
 
 def examine_pinned(_: Subject) -> Finding:
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return judge_pinned(None if soft == resource.RLIM_INFINITY else soft, has_rdma=_has_entries(INFINIBAND))
+    has_rdma = INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
+    return judge_pinned(None if soft == resource.RLIM_INFINITY else soft, has_rdma=has_rdma)
 
 
 def judge_files(soft: int, hard: int) -> Finding:
@@ -94,7 +95,3 @@ def _meminfo() -> dict[str, int]:
         return {}
     pairs = (line.split(":") for line in lines)
     return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
-
-
-def _has_entries(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())

@@ -95,7 +95,7 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
         op, stage = instruction.op, instruction.stage
         if op in SENDS:
             found.add("pp", op.value, 1, stream)
-        elif _is_collective(instruction):
+        elif op is Op.ALL_GATHER or op in REDUCTIONS:
             for shard in _shared(plan, rank, instruction):
                 found.add("dp", op.value, *_collective(plan, instruction, shard))
                 if instruction.key in last:
@@ -166,10 +166,6 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str, 
     if is_whole and has_experts and model.experts is not None and piece.mesh.ep > 1:
         _add_expert_parallel(found, model.hidden, model.experts, piece, phase)
     return found
-
-
-def _is_collective(instruction: Instruction) -> bool:
-    return instruction.op is Op.ALL_GATHER or instruction.op in REDUCTIONS
 
 
 def _collective(plan: Plan, instruction: Instruction, shard: ParamShard) -> Volume:

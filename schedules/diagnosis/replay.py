@@ -115,7 +115,8 @@ class Replay:
 def _mesh_graph(view: StepView, events: Events, first: Array) -> tuple[Array, Graph]:
     """The node of every action of the mesh, and the graph of the nodes."""
     mesh, columns, count = view.mesh, view.program.columns, events.graph.events
-    replicas = [mesh.coordinates(0)._replace(dp=dp, cp=cp, tp=tp, ep=ep) for dp, cp, tp, ep in _replicas(view)]
+    sizes = product(range(mesh.dp), range(mesh.cp), range(mesh.tp), range(mesh.ep))
+    replicas = [mesh.coordinates(0)._replace(dp=dp, cp=cp, tp=tp, ep=ep) for dp, cp, tp, ep in sizes]
     number = {at: index for index, at in enumerate(replicas)}
     op = columns.op[columns.action_row[events.action]]
     grouped = columns.group[columns.action_row[events.action]]
@@ -141,8 +142,3 @@ def _mesh_graph(view: StepView, events: Events, first: Array) -> tuple[Array, Gr
         own = events.event[columns.action_offsets[at.pp] : columns.action_offsets[at.pp + 1]]
         node[first[rank] : first[rank + 1]] = label[number[at._replace(pp=0)], own]
     return node, Graph(len(ids), source, target, view.program.ranks * len(replicas))
-
-
-def _replicas(view: StepView) -> product:
-    mesh = view.mesh
-    return product(range(mesh.dp), range(mesh.cp), range(mesh.tp), range(mesh.ep))
