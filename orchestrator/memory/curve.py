@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from pentad.orchestrator.activations.activation_peaks import bytes_over_stream
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
@@ -122,13 +123,11 @@ def _activations(
     for (part, start, end), after, peak in zip(times, held.tolist(), peaks.tolist(), strict=True):
         if part.op not in ON_COMPUTE_LANE and part.op is not Op.RELOAD:
             continue
-        start, end = (latest, latest) if part.op is Op.RELOAD else (max(latest, start), max(latest, end))
-        latest = end
-        kept = {unit: size for unit, size in by_unit.items() if size}
-        found.append((start, kept, peak - before))
+        start, latest = (latest, latest) if part.op is Op.RELOAD else (max(latest, start), max(latest, end))
+        found.append((start, found[-1][1], peak - before))
         by_unit[part.stage] += after - before
         before = after
-        found.append((end, {unit: size for unit, size in by_unit.items() if size}, 0))
+        found.append((latest, dict(by_unit), 0))
     return found, int(peaks.max(initial=0))
 
 
@@ -138,11 +137,8 @@ def _merged(
     """A sample at every change of any of them."""
     held = [list(accumulate((size for _, size in changes), initial=0)) for changes in (gathered, summed)]
     seconds = [[change[0] for change in gathered], [change[0] for change in summed], [each[0] for each in activations]]
-    at = [0, 0, 0]
     for time in sorted({time for times in seconds for time in times}):
-        for k, times in enumerate(seconds):
-            while at[k] < len(times) and times[at[k]] <= time:
-                at[k] += 1
+        at = [bisect_right(times, time) for times in seconds]
         _, by_unit, workspace = activations[max(0, at[2] - 1)]
         saved = tuple(by_unit.get(unit, 0) for unit in units)
         yield Sample(time, held[0][at[0]], held[1][at[1]], saved, workspace)
@@ -154,9 +150,5 @@ def _thinned(samples: Iterator[Sample], pools: int) -> list[Sample]:
     if len(found) <= MOST_SAMPLES:
         return found
     width = (found[-1].second - found[0].second) / MOST_SAMPLES or 1.0
-    parts = dict[int, Sample]()
-    for sample in found:
-        part = int((sample.second - found[0].second) / width)
-        if part not in parts or sample.activations > parts[part].activations:
-            parts[part] = sample
-    return [sample for _, sample in sorted(parts.items())]
+    parts = groupby(found, lambda sample: int((sample.second - found[0].second) / width))
+    return [max(its, key=lambda sample: sample.activations) for _, its in parts]
