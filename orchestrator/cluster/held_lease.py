@@ -41,8 +41,7 @@ class HeldLease:
         self.name, self.seconds = name, seconds
         self.namespace = f"pentad/{name}/{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
         context = ray.get_runtime_context()
-        host = ray.util.get_node_ip_address()
-        self.driver = Holder(secrets.token_hex(8), context.get_job_id(), host, os.getpid())
+        self.driver = Holder(secrets.token_hex(8), context.get_job_id(), ray.util.get_node_ip_address(), os.getpid())
         self.lost, self._over, self._asking = "", threading.Event(), threading.Lock()
         self.keeper, self.ranks, self.found = self._acquire()
         self._renewing = threading.Thread(target=self._renew, daemon=True)

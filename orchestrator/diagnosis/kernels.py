@@ -15,6 +15,7 @@ from pentad.orchestrator.monitoring.runfolder import saved_config
 from pentad.orchestrator.monitoring.tables import fitted_table, line
 from pentad.orchestrator.planning.formatting import format_percent
 from pentad.orchestrator.records.profiles import SavedProfile, folder_of, load_profile, profiled_steps
+from pentad.schedules.draw.palette import grouped
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.step_profile import KERNEL, OpTime, op_times
@@ -42,10 +43,7 @@ class Profile:
 
     def by_op(self) -> dict[str, list[OpTime]]:
         """The op with the longest sum first; '' is outside all instructions."""
-        found = dict[str, list[OpTime]]()
-        for each in self.times:
-            found.setdefault(each.op, []).append(each)
-        return dict(sorted(found.items(), key=lambda item: -_seconds(item[1])))
+        return dict(sorted(grouped(self.times, lambda each: each.op).items(), key=lambda item: -_seconds(item[1])))
 
     def facts(self) -> dict[str, Any]:
         """What `--json` prints, in seconds of all ranks together."""

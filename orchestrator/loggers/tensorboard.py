@@ -22,8 +22,7 @@ class TensorBoard(Logger):
     def __init__(self, run: LoggedRun, note: Note) -> None:
         self.folder = Path(run.folder, FOLDER)
         self.writer = _writer(self.folder, run.first)
-        text = json.dumps(run.config, indent=2)
-        self.writer.add_text("config", f"```\n{text}\n```", run.first)
+        self.writer.add_text("config", f"```\n{json.dumps(run.config, indent=2)}\n```", run.first)
 
     def log(self, step: int, time: float, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -40,8 +39,7 @@ class TensorBoard(Logger):
         if (path := self.folder.parent / TIMELINE).exists():
             measured = Timeline.load(path)
             for step in measured.steps[-1:]:
-                pixels = timeline_pixels(measured.of_step(step))
-                self.writer.add_image("timeline", pixels, step, dataformats="HWC")
+                self.writer.add_image("timeline", timeline_pixels(measured.of_step(step)), step, dataformats="HWC")
         self.writer.close()
 
 

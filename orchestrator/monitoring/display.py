@@ -172,8 +172,7 @@ class Display(AbstractContextManager["Display"]):
         name.truncate(max(room, 8), overflow="ellipsis")
         room = min(40, room - cell_len(str(name)))
         if room >= 10:
-            bar = ProgressBar(self.steps, done, width=room, complete_style="cyan", finished_style="green")
-            parts.insert(1, bar)
+            parts.insert(1, ProgressBar(self.steps, done, width=room, complete_style="cyan", finished_style="green"))
         head = Table.grid(padding=(0, 2))
         head.add_row(name, *parts)
         return head

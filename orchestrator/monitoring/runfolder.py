@@ -218,8 +218,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         names, simulated = process_names(plan), simulate_steps(plan, measured, costs)
         with atomic_file(self.path / TRACE) as partial:
             write_run_trace(partial, plan, measured, simulated.of_step(measured.steps[-1]), names)
-        drawing = self._rank_times(plan)
-        page = comparison_page(DrawnRun.of_plan(plan), measured, simulated, drawing)
+        page = comparison_page(DrawnRun.of_plan(plan), measured, simulated, self._rank_times(plan))
         replace_file(self.path / PAGE, page.encode())
 
     def save_expert_load(self, step: int, layers: Mapping[int, Sequence[int]]) -> None:

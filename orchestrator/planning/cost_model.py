@@ -166,8 +166,7 @@ def stage_seconds(
     """Compute, and communication inside layers, for which they wait; devices wait for the host to start it."""
     compute = compute_seconds(model, span, piece, rates)
     if lora is not None:
-        adapters = _active_adapters(model, lora, span)
-        seconds = 2 * piece.tokens * adapters / (rates.flops * piece.mesh.tp)
+        seconds = 2 * piece.tokens * _active_adapters(model, lora, span) / (rates.flops * piece.mesh.tp)
         forward, backward = compute.forward + seconds, compute.backward + 1.5 * seconds  # B computes x A^T again
         compute = compute._replace(forward=forward, backward=backward, weight=seconds)
     lookup = lookup_seconds(model, piece, rates)

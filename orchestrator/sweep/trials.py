@@ -115,8 +115,7 @@ def plan_trial(request: SweepRequest, point: Point, free: FreeDevices, folder: P
         return Trial(
             row._replace(cause=". ".join(filter(None, (found.data_error or found.fit.sentence, found.remedy))))
         )
-    run = {"name": name, "folder": str(folder)}
-    return Trial(row, load(config, sections={"run": run}))
+    return Trial(row, load(config, sections={"run": {"name": name, "folder": str(folder)}}))
 
 
 def trial_config(config: RunConfig, steps: int, device: str) -> RunConfig:

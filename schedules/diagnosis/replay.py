@@ -40,8 +40,7 @@ class Replay:
             self._add_compute(rank, begins.get(rank, 0), measured)
             self._add_communication(rank)
         self._shortest_by_link()
-        events = events_of(program, blocking_host=blocking_host)
-        self.node, self.graph = _mesh_graph(view, events, self.first)
+        self.node, self.graph = _mesh_graph(view, events_of(program, blocking_host=blocking_host), self.first)
         self.levels = topological_levels(self.graph)
 
     def makespan(self, change: Callable[[Seconds], Seconds] = dict) -> float:

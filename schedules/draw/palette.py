@@ -55,6 +55,7 @@ SERIES = (  # of curves, on a light and a dark background; like ops they differ 
 OTHER = OpStyle("other", "#b6bcc6", "#6b7380", "generic_work")
 ROWS = ("compute", "layers", "receive", "send", "p2p", "gather", "reduce", "copy")
 _Key = TypeVar("_Key", bound=Hashable)
+_Item = TypeVar("_Item")
 
 
 def op_style(op: str) -> OpStyle:
@@ -102,11 +103,11 @@ def row_order(rows: Iterable[str]) -> list[str]:
     return sorted(set(rows), key=lambda row: (ROWS.index(row) if row in ROWS else len(ROWS), row))
 
 
-def grouped(spans: Iterable[Span], key: Callable[[Span], _Key]) -> dict[_Key, list[Span]]:
-    """The spans of each key, in their order."""
-    found = defaultdict[_Key, list[Span]](list)
-    for span in spans:
-        found[key(span)].append(span)
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """The items of each key, in their order."""
+    found = defaultdict[_Key, list[_Item]](list)
+    for item in items:
+        found[key(item)].append(item)
     return dict(found)
 
 
