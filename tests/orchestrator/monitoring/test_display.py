@@ -61,8 +61,7 @@ def row(step: int, **more: object) -> dict:
 
 def planned(*overrides: str) -> tuple[Plan, Costs, list[RankView]]:
     plan = make_plan(load(None, list(overrides)), "cpu")
-    costs = costs_of(plan)
-    return plan, costs, ranks(plan, 0)
+    return plan, costs_of(plan), ranks(plan, 0)
 
 
 def ranks(plan: Plan, step: int) -> list[RankView]:
@@ -216,8 +215,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def words_at(width: int, steps: int = 12) -> list[list[str]]:
     """The words of each line of a live table, without its bars, after `steps` steps with long figures."""
-    mesh = ("mesh.dp=2", "mesh.cp=2", "mesh.tp=2", "batch.global_batch_size=32")
-    plan, _, _ = planned(*mesh)
+    plan, _, _ = planned("mesh.dp=2", "mesh.cp=2", "mesh.tp=2", "batch.global_batch_size=32")
     screen = console(terminal=True, width=width)
     with Display(screen, "a-run-with-a-long-name-of-its-own", 100_000) as display:
         for step in range(steps):
