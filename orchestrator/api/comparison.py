@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 
-from pentad.orchestrator.api.rendering import as_text, line
+from pentad.orchestrator.api.rendering import as_text
 from pentad.orchestrator.monitoring.comparison import (
     DrawnRun,
     comparison_page,
@@ -27,6 +27,7 @@ from pentad.orchestrator.monitoring.runfolder import (
     process_names,
     saved_config,
 )
+from pentad.orchestrator.monitoring.tables import line
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.page.saved_plan import SavedPlan, saved_plan
 from pentad.orchestrator.planning.formatting import format_duration

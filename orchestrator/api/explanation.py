@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.api.comparison import Comparison, compare
-from pentad.orchestrator.api.rendering import as_text, line
+from pentad.orchestrator.api.rendering import as_text
 from pentad.orchestrator.diagnosis.remedies import Remedy, better_schedule, left_of_parts, place_names, remedy_of
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RANK_TIMES, saved_config
-from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.monitoring.tables import fitted_table, line
 from pentad.orchestrator.planning.formatting import format_duration, format_percent
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.diagnosis.attribution import PARTS, Measured, RankStep, attribute, mean_parts
@@ -90,20 +90,18 @@ class Explanation:
         return self._table_of_parts(width, by_rank=False)
 
     def _table_of_parts(self, width: int, *, by_rank: bool) -> Table:
-        means = mean_parts(self.ranks)
-        shown = [part for part in PARTS if any(step.parts[part] for step in self.ranks)]
+        lengths = {part: [step.parts[part] / 1e9 for step in self.ranks] for part in PARTS}
+        lengths["step"] = [step.nanoseconds / 1e9 for step in self.ranks]
+        means = mean_parts(self.ranks) | {"step": self.seconds}
         last = [f"r{step.rank}>" for step in self.ranks] if by_rank else ["most>", "on>"]
         heads = ["part", "mean>", "share>", *last]
         rows: list[tuple[str, ...]] = []
-        for part in shown:
-            lengths = [step.parts[part] / 1e9 for step in self.ranks]
-            most = max(range(len(lengths)), key=lengths.__getitem__)
-            cells = map(_ms, lengths) if by_rank else (_ms(lengths[most]), f"rank {self.ranks[most].rank}")
-            rows.append((part, _ms(means[part]), format_percent(means[part] / self.seconds), *cells))
-        totals = [step.nanoseconds / 1e9 for step in self.ranks]
-        longest = max(range(len(totals)), key=totals.__getitem__)
-        cells = map(_ms, totals) if by_rank else (_ms(totals[longest]), f"rank {self.ranks[longest].rank}")
-        rows.append(("step", _ms(self.seconds), "", *cells))
+        for part, own in lengths.items():
+            if any(own):
+                most = max(range(len(own)), key=own.__getitem__)
+                cells = map(_ms, own) if by_rank else (_ms(own[most]), f"rank {self.ranks[most].rank}")
+                share = "" if part == "step" else format_percent(means[part] / self.seconds)
+                rows.append((part, _ms(means[part]), share, *cells))
         drop = ["share", *(head.rstrip(">") for head in reversed(last))]
         return fitted_table(heads, rows, width, drop=drop)
 

@@ -52,5 +52,4 @@ def _corpus_tokenizer(data: dict[str, Any], section: dict[str, Any]) -> Path | N
     folder = Path(corpus_folder(str(path), int(section["vocab"]), cache))
     if not (folder / INDEX_FILE).is_file():
         return None
-    index = parse_index((folder / INDEX_FILE).read_text(encoding="utf-8"), folder / INDEX_FILE)
-    return folder / index.tokenizer.file
+    return folder / parse_index((folder / INDEX_FILE).read_text(encoding="utf-8"), folder / INDEX_FILE).tokenizer.file

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pentad.orchestrator.api.comparison import figures
 from pentad.orchestrator.api.configs import Config, load_config
-from pentad.orchestrator.api.rendering import as_text, line
+from pentad.orchestrator.api.rendering import as_text
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.advice import memory_advice
 from pentad.orchestrator.memory.capacity import Capacity, capacity_of, capacity_sentence
@@ -22,11 +22,10 @@ from pentad.orchestrator.memory.choice import choose
 from pentad.orchestrator.memory.copy_slots import copy_slots_note
 from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.memory.first_microbatches import with_words
-from pentad.orchestrator.memory.useless_recompute import recompute_note
-from pentad.orchestrator.memory.useless_zero import zero_note
+from pentad.orchestrator.memory.useless_savings import recompute_note, zero_note
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.runfolder import with_kept_division
-from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.monitoring.tables import fitted_table, line
 from pentad.orchestrator.planning.balance import DataBalance, data_balance, require_pools
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume, transports
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
@@ -141,7 +140,7 @@ class PlannedRun:
             }
             for rank in range(plan.mesh.size)
         ]
-        fit = self.fit
+        fit, balance = self.fit, self.balance
         sent = [{**of._asdict(), **sent._asdict()} for of, sent in sorted(comm_volume(plan, fit.rank).items())]
         pace = {
             "rates": self.rates,
@@ -172,7 +171,7 @@ class PlannedRun:
             "ranks": ranks,
             "fullest": {"rank": fit.rank, "stages": stage_memory(plan, fit.rank), "sends": sent},
             "cp_imbalance": _imbalance(plan),
-            "balance": None if self.balance is None else _balance_facts(self.balance),
+            "balance": balance and {**balance._asdict(), "pools": [each._asdict() for each in balance.pools]},
             "predicted": {**figures(self.timeline), **pace},
             "evaluation": self._evaluation_facts(),
             "costs": asdict(self.costs),
@@ -291,10 +290,6 @@ def planned(
         data_error = str(error)
     notes = data_error, remedy, note, chosen, balance, capacity, plan_band(found, draws) if draws else None
     return PlannedRun(found, costs, fit, evaluation, config.run.steps, *notes)
-
-
-def _balance_facts(found: DataBalance) -> dict[str, Any]:
-    return {**found._asdict(), "pools": [each._asdict() for each in found.pools]}
 
 
 def _balance(plan: Plan, steps: int, pools: Sequence[int]) -> DataBalance | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from io import StringIO
 
 from rich.console import Console, RenderableType
-from rich.text import Text
 
 WIDTH = 100  # characters
 
@@ -16,11 +15,6 @@ def as_text(renderable: RenderableType) -> str:
     with console.capture() as capture:
         console.print(renderable, crop=False)
     return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
-
-
-def line(*parts: str | Text | tuple[str, str], style: str = "") -> Text:
-    """A line that is never wrapped, however narrow the console (which must not crop either)."""
-    return Text.assemble(*parts, style=style, no_wrap=True, overflow="ignore")
 
 
 def log_console(*, quiet: bool) -> Console:

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from pentad.orchestrator.api.rendering import as_text, line
+from pentad.orchestrator.api.rendering import as_text
+from pentad.orchestrator.monitoring.tables import line
 from pentad.orchestrator.monitoring.terminal_timeline import bars, coloured_grid, is_coloured
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program, summary
@@ -126,15 +127,12 @@ class Schedule:
 
     def grid(self, console: Console) -> list[Text]:
         """The time grid; in a terminal too narrow for it, bars that fill the terminal."""
-        grid = time_grid(self.program, self.timeline, self.costs)
-        if not console.is_terminal:
-            return [Text(line) for line in grid.splitlines()]
-        coloured = is_coloured(console)
-        if max(map(len, grid.splitlines())) > console.width:
+        lines, coloured = time_grid(self.program, self.timeline, self.costs).splitlines(), is_coloured(console)
+        if console.is_terminal and max(map(len, lines)) > console.width:
             return bars(self.timeline, console.width, coloured=coloured)
         if coloured:
             return coloured_grid(time_cells(self.program, self.timeline, self.costs))
-        return [Text(line) for line in grid.splitlines()]
+        return list(map(Text, lines))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         if self.cells <= MOST_CELLS:

@@ -9,9 +9,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO, Any
+from typing import Any
 
 from pentad.orchestrator.activations.kernel_choice import Shape
+from pentad.orchestrator.doctor.probe import last_error
 from pentad.schedules.ir.errors import PentadError
 
 PROBE = "pentad.workers.health.calibration"
@@ -56,17 +57,9 @@ def run_ranks(
                 if report is not None and "done" in row:
                     report(row["done"], row["total"])
         for process, file in zip(started, errors.values(), strict=True):
-            if process.wait():
+            if status := process.wait():
                 late = not timer.is_alive()
-                raise PentadError(
-                    f"calibration failed: {f'no end within {LIMIT:.0f} s' if late else _reason(file, process)}"
-                )
+                file.seek(0)
+                reason = f"no end within {LIMIT:.0f} s" if late else last_error(file.read(), status)
+                raise PentadError(f"calibration failed: {reason}")
     return found
-
-
-def _reason(file: IO[str], process: subprocess.Popen[str]) -> str:
-    """The last error that a process has printed."""
-    file.seek(0)
-    lines = [line.strip() for line in file if line.strip()]
-    named = [line for line in lines if "Error" in line.partition(":")[0]]
-    return (named or lines or [f"exit status {process.returncode}"])[-1]

@@ -9,7 +9,7 @@ from typing import Any
 
 from pentad.orchestrator.gpus.rate_table import RateTable
 from pentad.orchestrator.planning.estimate import costs_of, simulated_seconds
-from pentad.orchestrator.planning.hardware import NODE_GPUS, launched, ranks_on_host
+from pentad.orchestrator.planning.hardware import NODE_GPUS, is_on_host, launched
 from pentad.orchestrator.search.replanned_order import measured_costs
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.ir.columns import op_mask
@@ -115,7 +115,7 @@ def _factor(guessed: float, measured: float) -> float:
 def _with_transfers(plan: Plan, rates: Rates, times: float) -> Rates:
     """With sends between stages, of these ranks, that many times as fast."""
     axes: tuple[Axis, ...] = ("pp",)
-    on_host = ranks_on_host(plan.mesh, axes, rates.host_order) == plan.mesh.pp
+    on_host = is_on_host(plan.mesh, axes, rates.host_order)
     name = "inter_host" if not on_host else "peer" if plan.mesh.size <= NODE_GPUS else "intra_host"
     links = getattr(rates, name)
     faster = replace(links, send=Link(links.send.latency / times, links.send.bandwidth * times))

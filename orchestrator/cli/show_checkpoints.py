@@ -68,8 +68,7 @@ def show_prune(run: str, *, dry_run: bool, as_json: bool) -> None:
     home = resolve_run(run)
     with locked(home, f"RUN is '{run}', which is running (process {{holder}}) and deletes them itself"):
         config, rows = saved_config(home), read_lines(home / EVALUATIONS, EVAL_KEYS)
-        root = checkpoints_in(home)
-        gone = superseded(root, config.checkpoint.keep, lambda saved: kept_steps(config, saved, rows))
+        gone = superseded(checkpoints_in(home), config.checkpoint.keep, lambda saved: kept_steps(config, saved, rows))
         for entry in gone if not dry_run else ():
             delete_checkpoint(entry.folder)
     size = sum(entry.bytes for entry in gone)

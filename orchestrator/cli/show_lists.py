@@ -60,8 +60,7 @@ def show_schedules(console: Console, *, as_json: bool) -> None:
     for each in found:
         options = ", ".join(each["options"]).replace("_", "-") or "-"
         rows.append((*(str(each[key]) for key in ("name", "placement", "chunks", "slices")), options, each["paper"]))
-    heads = ("schedule", "placement", "chunks>", "slices>", "options", "paper")
-    print_table(console, heads, rows, wrapped="paper")
+    print_table(console, ("schedule", "placement", "chunks>", "slices>", "options", "paper"), rows, wrapped="paper")
     text = " auto tries all of them and searches beyond; FILE.py:FUNCTION, FILE.csv and FILE.arrow are your own"
     console.print(text, soft_wrap=True, highlight=False)
 

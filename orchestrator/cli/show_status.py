@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.control.control_client import NotLive, connect
-from pentad.orchestrator.monitoring.display import ENDED, STATE_COLOURS
+from pentad.orchestrator.monitoring.display import STATE_COLOURS
+from pentad.orchestrator.monitoring.run_state import OVER
 from pentad.orchestrator.monitoring.tables import fitted_table, with_rest
 from pentad.orchestrator.planning.formatting import format_number
 from pentad.orchestrator.run.interrupts import Interrupts
@@ -109,7 +110,7 @@ def status_view(status: dict[str, Any], rows: int) -> RenderableType:
     parts += [Text(f" {sentence}") for sentence in evaluation_sentences(status)]
     if status["verdict"]:
         parts.append(Text(f" {status['verdict']}", "bold yellow"))
-    if state in ENDED:
+    if state in OVER:
         return Group(*parts)
     if status["ranks"]:
         parts += [Text(), ranks_table(status["ranks"], rows)]

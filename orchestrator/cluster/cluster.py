@@ -16,13 +16,7 @@ from typing import Any
 import ray
 
 from pentad.orchestrator.cluster.cluster_join import check_joinable
-from pentad.orchestrator.cluster.local_head import (
-    DRIVERS_RAY,
-    LOOPBACK,
-    SEE_ALL_GPUS,
-    LocalHead,
-    environment,
-)
+from pentad.orchestrator.cluster.local_head import DRIVERS_RAY, LOOPBACK, SEE_ALL_GPUS, LocalHead, environment
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.planning.hardware import local_device
 from pentad.schedules.ir.errors import PentadError

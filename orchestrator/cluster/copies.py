@@ -130,12 +130,9 @@ def newest_copy(held: Mapping[str, Sequence[HeldPart]], token: bytes) -> CopySou
     """The newest copy that counts and is complete; `held[address]` are the parts of a process. If one process knows
     that a copy counts, it does: all parts were in place."""
     everything = [FoundPart(part, address) for address, parts in held.items() for part in parts]
-    for key in sorted({each.part.key for each in everything if each.part.committed}, key=_age, reverse=True):
+    committed = {each.part.key for each in everything if each.part.committed}
+    for key in sorted(committed, key=lambda key: (key.step, key.generation), reverse=True):
         parts = {each.part.owner: each for each in everything if each.part.key == key}
         if len(parts) == key.parts:
             return CopySource(key, tuple(parts[owner] for owner in sorted(parts)), token)
     return None
-
-
-def _age(key: CopyKey) -> Any:
-    return key.step, key.generation

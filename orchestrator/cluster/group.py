@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ LAST_STATUS_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 
 
-class WorkerGroup:
+class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     """Workers by rank. A call goes to all of them and returns all answers by rank, or raises WorkerError."""
 
     def __init__(
@@ -269,9 +269,6 @@ class WorkerGroup:
             self.gather(self._call("close"), CLOSE_SECONDS)
         self._kill()
         release(self.placement)
-
-    def __enter__(self) -> WorkerGroup:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stop(kill=kind is not None)

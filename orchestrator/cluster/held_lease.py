@@ -7,8 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from typing import Any
 
 import ray
@@ -42,8 +41,7 @@ class HeldLease:
         self.name, self.seconds = name, seconds
         self.namespace = f"pentad/{name}/{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
         context = ray.get_runtime_context()
-        host = ray.util.get_node_ip_address()
-        self.driver = Holder(secrets.token_hex(8), context.get_job_id(), host, os.getpid())
+        self.driver = Holder(secrets.token_hex(8), context.get_job_id(), ray.util.get_node_ip_address(), os.getpid())
         self.lost, self._over, self._asking = "", threading.Event(), threading.Lock()
         self.keeper, self.ranks, self.found = self._acquire()
         self._renewing = threading.Thread(target=self._renew, daemon=True)
@@ -144,15 +142,10 @@ class HeldLease:
             return True
 
 
-@contextmanager
-def held_lease(name: str, folder: str, seconds: float) -> Iterator[HeldLease]:
+def held_lease(name: str, folder: str, seconds: float) -> AbstractContextManager[HeldLease]:
     """Holds the lease of a run for the length of the block, and then ends what is left of its ranks. Raises PentadError
     while another driver has it."""
-    lease = HeldLease(name, folder, seconds)
-    try:
-        yield lease
-    finally:
-        lease.close()
+    return closing(HeldLease(name, folder, seconds))
 
 
 def has_ended(job: str) -> bool:

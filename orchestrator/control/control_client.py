@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class NotLive(PentadError):
         self.last = last
 
 
-class Client:
+class Client(AbstractContextManager["Client"]):
     """A live run. Its methods raise NotLive when it has ended, and PentadError for any other failure.
 
     `timeout_seconds` bounds the wait for the answer; a `generation` other than 0 must be the run's current one.
@@ -79,9 +80,6 @@ class Client:
 
     def close(self) -> None:
         self._channel.close()
-
-    def __enter__(self) -> Client:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

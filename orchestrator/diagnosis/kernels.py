@@ -12,9 +12,10 @@ from rich.text import Text
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.runfolder import saved_config
-from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.monitoring.tables import fitted_table, line
 from pentad.orchestrator.planning.formatting import format_percent
 from pentad.orchestrator.records.profiles import SavedProfile, folder_of, load_profile, profiled_steps
+from pentad.schedules.draw.palette import grouped
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.step_profile import KERNEL, OpTime, op_times
@@ -42,10 +43,7 @@ class Profile:
 
     def by_op(self) -> dict[str, list[OpTime]]:
         """The op with the longest sum first; '' is outside all instructions."""
-        found = dict[str, list[OpTime]]()
-        for each in self.times:
-            found.setdefault(each.op, []).append(each)
-        return dict(sorted(found.items(), key=lambda item: -_seconds(item[1])))
+        return dict(sorted(grouped(self.times, lambda each: each.op).items(), key=lambda item: -_seconds(item[1])))
 
     def facts(self) -> dict[str, Any]:
         """What `--json` prints, in seconds of all ranks together."""
@@ -68,11 +66,11 @@ class Profile:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         has_kernels = any(event.kind == KERNEL for events in self.saved.events.values() for event in events)
         what, ranks = "kernel" if has_kernels else "operator", len(self.saved.events)
-        yield _line((f" step {self.step}", "bold"), f" of {self.run}, profiled: {what}s of {ranks} ranks together")
+        yield line((f" step {self.step}", "bold"), f" of {self.run}, profiled: {what}s of {ranks} ranks together")
         for rank, problem in self.saved.problems.items():
-            yield _line((f" rank {rank}: {problem}", "dim"))
+            yield line((f" rank {rank}: {problem}", "dim"))
         if left := sum(self.saved.left_out.values()):
-            yield _line((f" without the {left:,} shortest ones", "dim"))
+            yield line((f" without the {left:,} shortest ones", "dim"))
         yield Text()
         rows = list[tuple[str, ...]]()
         for op, times in self.by_op().items():
@@ -110,11 +108,6 @@ def _seconds(times: list[OpTime]) -> float:
 def _kernel(each: OpTime, times: list[OpTime]) -> dict[str, Any]:
     share = each.seconds / total if (total := _seconds(times)) else 0.0
     return {"name": each.name, "calls": each.calls, "seconds": each.seconds, "share": share}
-
-
-def _line(*parts: str | tuple[str, str]) -> Text:
-    """Never wrapped, however narrow the terminal."""
-    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
 
 
 def _shortened(name: str, most: int) -> str:

@@ -38,7 +38,8 @@ def examine_memory(_: Subject) -> Finding:
 
 def examine_pinned(_: Subject) -> Finding:
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return judge_pinned(None if soft == resource.RLIM_INFINITY else soft, has_rdma=_has_entries(INFINIBAND))
+    has_rdma = INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
+    return judge_pinned(None if soft == resource.RLIM_INFINITY else soft, has_rdma=has_rdma)
 
 
 def judge_files(soft: int, hard: int) -> Finding:
@@ -69,11 +70,10 @@ def judge_memory(total: int, available: int, limit: int | None, used: int) -> Fi
     free = min(available, size - used) if is_limited else available
     text = f"{format_bytes(free)} free of {format_bytes(size)}" + (", the container's limit" if is_limited else "")
     figures = {"free": free, "total": size}
-    if free < GIB:
-        return Finding("failure", text, "end other processes, or raise the container's limit", figures)
-    if free < 0.1 * size:
-        return Finding("warning", text, "end other processes, or raise the container's limit", figures)
-    return Finding("ok", text, figures=figures)
+    if free >= max(GIB, 0.1 * size):
+        return Finding("ok", text, figures=figures)
+    remedy = "end other processes, or raise the container's limit"
+    return Finding("failure" if free < GIB else "warning", text, remedy, figures)
 
 
 def judge_pinned(limit: int | None, *, has_rdma: bool) -> Finding:
@@ -95,7 +95,3 @@ def _meminfo() -> dict[str, int]:
         return {}
     pairs = (line.split(":") for line in lines)
     return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
-
-
-def _has_entries(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())

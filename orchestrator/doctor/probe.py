@@ -25,8 +25,13 @@ def probe(module: str, *arguments: object, seconds: float = 0.0) -> Any:
     except subprocess.TimeoutExpired:
         raise ProbeError(f"no answer within {limit:.0f} s") from None
     except subprocess.CalledProcessError as error:
-        lines = [line for line in (error.stderr or "").strip().splitlines() if line.strip()]
-        named = [line for line in lines if "Error" in line.partition(":")[0]]
-        raise ProbeError((named or lines or [f"exit status {error.returncode}"])[-1].strip()) from None
+        raise ProbeError(last_error(error.stderr or "", error.returncode)) from None
     except (OSError, ValueError) as error:
         raise ProbeError(str(error)) from None
+
+
+def last_error(printed: str, status: int) -> str:
+    """The last error that a process has printed on stderr, else the last line, else its exit status."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line.partition(":")[0]]
+    return (named or lines or [f"exit status {status}"])[-1]

@@ -31,5 +31,4 @@ def measured_gpu(name: str) -> Gpu:
 def gpu_of(found: dict[str, float]) -> Gpu:
     """The figures as attained; links between GPUs are taken for PCIe, like that to the host."""
     link = found["host_link"] or PCIE4
-    rates = (found["bf16"], found["fp8"], found["bandwidth"], link, link)
-    return Gpu(int(found["memory"]), *rates, MEASURED)
+    return Gpu(int(found["memory"]), found["bf16"], found["fp8"], found["bandwidth"], link, link, MEASURED)

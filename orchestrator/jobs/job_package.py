@@ -48,8 +48,7 @@ def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
     work = out / "job"
     work.mkdir()
     (work / CONFIG).write_text(dump_yaml(_with_files(config, work)), encoding="utf-8")
-    package = write_package(out)
-    return {"working_dir": str(work), "py_modules": [str(package)], "env_vars": variables(config)}
+    return {"working_dir": str(work), "py_modules": [str(write_package(out))], "env_vars": variables(config)}
 
 
 def _with_files(config: RunConfig, work: Path) -> dict[str, Any]:

@@ -6,12 +6,12 @@ import csv
 import os
 from pathlib import Path
 
-from pentad.orchestrator.loggers.logger import LoggedRun, Note
+from pentad.orchestrator.loggers.logger import LoggedRun, Logger, Note
 
 FILE = "metrics.csv"
 
 
-class CsvFile:
+class CsvFile(Logger):
     """A column for each value; an empty field where a step has none."""
 
     def __init__(self, run: LoggedRun, note: Note) -> None:
@@ -29,12 +29,6 @@ class CsvFile:
         rows = self._rows()
         self.columns = list(rows[0]) if rows else self.columns
         self._rewrite([row for row in rows if int(row["step"]) < step])
-
-    def checkpoint(self, step: int, folder: str) -> None:
-        pass
-
-    def close(self, state: str) -> None:
-        pass
 
     def _rows(self) -> list[dict[str, str]]:
         if not self.path.exists():

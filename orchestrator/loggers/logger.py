@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 Note = Callable[[str], None]  # shows a sentence on the run's terminal
 
@@ -20,8 +20,9 @@ class LoggedRun(NamedTuple):
     settings: dict[str, Any]
 
 
-class Logger(Protocol):
-    """One place that metrics go to. What it raises ends the logger, never the run."""
+class Logger:
+    """One place that metrics go to, which hears of what it has no method for in vain. What it raises ends the logger,
+    never the run."""
 
     def log(self, step: int, time: float, values: dict[str, float]) -> None:
         """The values of a step that ended at this Unix time, or of the evaluation after `step` steps."""

@@ -12,7 +12,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from pentad.orchestrator.loggers.logger import LoggedRun, Note
+from pentad.orchestrator.loggers.logger import LoggedRun, Logger, Note
 
 STATE, ARTIFACTS = "loggers/mlflow.json", ("config.yaml", "timeline.html", "trace.json.gz")
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -21,7 +21,7 @@ MOST_PARAMS = 100  # of a request
 MOST_CHARACTERS = 6000  # of a parameter
 
 
-class Mlflow:
+class Mlflow(Logger):
     """One MLflow run for all resumes. MLflow keeps every value, so steps that run again appear twice."""
 
     def __init__(self, run: LoggedRun, note: Note) -> None:
@@ -36,9 +36,6 @@ class Mlflow:
     def log(self, step: int, time: float, values: dict[str, float]) -> None:
         self.metrics += [Metric(name, float(value), int(1e3 * time), step) for name, value in values.items()]
         self._flush()
-
-    def rewind(self, step: int) -> None:
-        pass
 
     def checkpoint(self, step: int, folder: str) -> None:
         self.client.set_tag(self.id, "checkpoint", folder)

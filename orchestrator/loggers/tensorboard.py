@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
-from pentad.orchestrator.loggers.logger import LoggedRun, Note
+from pentad.orchestrator.loggers.logger import LoggedRun, Logger, Note
 from pentad.schedules.draw.pixels import timeline_pixels
 from pentad.schedules.simulate.timeline import Timeline
 
@@ -16,14 +16,13 @@ FOLDER, TIMELINE = "tensorboard", "timeline.arrow"
 FLUSH_SECONDS = 10
 
 
-class TensorBoard:
+class TensorBoard(Logger):
     """After a rewind a new file hides the steps of the older ones that are logged again."""
 
     def __init__(self, run: LoggedRun, note: Note) -> None:
         self.folder = Path(run.folder, FOLDER)
         self.writer = _writer(self.folder, run.first)
-        text = json.dumps(run.config, indent=2)
-        self.writer.add_text("config", f"```\n{text}\n```", run.first)
+        self.writer.add_text("config", f"```\n{json.dumps(run.config, indent=2)}\n```", run.first)
 
     def log(self, step: int, time: float, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -40,8 +39,7 @@ class TensorBoard:
         if (path := self.folder.parent / TIMELINE).exists():
             measured = Timeline.load(path)
             for step in measured.steps[-1:]:
-                pixels = timeline_pixels(measured.of_step(step))
-                self.writer.add_image("timeline", pixels, step, dataformats="HWC")
+                self.writer.add_image("timeline", timeline_pixels(measured.of_step(step)), step, dataformats="HWC")
         self.writer.close()
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import wandb
 
-from pentad.orchestrator.loggers.logger import LoggedRun, Note
+from pentad.orchestrator.loggers.logger import LoggedRun, Logger, Note
 
 STATE, PAGE = "loggers/wandb.json", "timeline.html"
 INIT_SECONDS = 20.0
 
 
-class Wandb:
+class Wandb(Logger):
     """One W&B run for all resumes. W&B's own step counts the rows logged, so it never goes backwards; the x-axis is
     `step`, so the curves continue where the run does."""
 
@@ -34,9 +34,6 @@ class Wandb:
         self.run.log({**values, "step": step, "time": time}, step=self.logged)
         self.logged += 1
         self._save()
-
-    def rewind(self, step: int) -> None:
-        pass
 
     def checkpoint(self, step: int, folder: str) -> None:
         self.run.summary["checkpoint"] = folder

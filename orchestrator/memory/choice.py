@@ -22,6 +22,7 @@ from pentad.orchestrator.memory.variants import AUTO, Variants, Words
 from pentad.orchestrator.planning.estimate import costs_of, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of, fits_host
 from pentad.orchestrator.planning.layout import unit_placement
+from pentad.orchestrator.planning.memory_tiers import largest_stage
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
 from pentad.schedules.ir.columns import Array
 from pentad.schedules.ir.errors import PentadError
@@ -163,14 +164,6 @@ def _fewest_layers(variants: Variants, mode: str, every: Plan, below: int, tried
         middle = (low + high) // 2
         low, high = (low, middle) if variants.fits(variants.plan(mode, middle)) else (middle, high)
     return high
-
-
-def largest_stage(plan: Plan) -> int:
-    """Layers of the largest stage of a pipeline."""
-    counts = [0] * (1 + plan.program.stage_of[-1])
-    for unit, layers in enumerate(plan.layers):
-        counts[plan.program.stage_of[unit]] += len(layers.numbers)
-    return max(counts)
 
 
 def _gathered(config: RunConfig, device: str) -> Iterator[Words]:

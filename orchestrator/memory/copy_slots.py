@@ -26,7 +26,7 @@ def has_copy_slots(plan: Plan) -> bool:
 
 def most_copied(plan: Plan) -> int:
     """The most bytes that slots of peer copies take on a rank."""
-    return max(copy_slots_bytes(plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp))
+    return max(copy_slots_bytes(plan, rank) for rank in plan.mesh.group(("pp",), 0))
 
 
 def saved_by_nccl(plan: Plan, copied: Plan, room: DeviceMemory) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from pentad.orchestrator.activations.activation_peaks import bytes_over_stream, run_order
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
@@ -34,8 +35,7 @@ def memory_curves(plan: Plan, timeline: Timeline | None = None) -> list[MemoryCu
     timeline = timeline or simulate(plan.program, costs_of(plan))
     spans = {(span.rank, span.name): (span.start, span.end) for span in timeline.spans}
     needs = memories(plan)
-    ranks = [plan.mesh.move(0, pp=pp) for pp in range(plan.program.ranks)]
-    return [_curve(plan, pp, needs[rank], spans) for pp, rank in enumerate(ranks)]
+    return [_curve(plan, pp, needs[rank], spans) for pp, rank in enumerate(plan.mesh.group(("pp",), 0))]
 
 
 def planned_memory(plan: Plan) -> DrawnMemory:
@@ -76,13 +76,14 @@ def _changes(parts: list[Instruction], held: list[int], peaks: list[int], order:
 def _curve(plan: Plan, pp: int, need: dict[str, int], spans: dict[tuple[int, str], tuple[float, float]]) -> MemoryCurve:
     program, compute, wide = plan.program, BYTES[plan.dtype], wide_bytes(plan.dtype)
     times = [(part, *spans[pp, str(part.key)]) for part in instructions_of(program.streams[pp])]
-    weights, gradients = _pooled_weights(plan, pp), _pooled_gradients(plan, pp)
-    gathered, summed = (_in_use(times, *used) for used in (weights, gradients))
+    held = sharded_stages(program, pp)
+    weights = {unit: compute * sum(weight_sizes(program, unit)) for unit in held if plan.zero == 3}
+    gradients = {unit: wide * sum(gradient_sizes(program, unit)) for unit in held if plan.zero > 1}
+    gathered = _in_use(times, {Op.ALL_GATHER}, Op.FREE, weights)
+    summed = _in_use(times, {Op.W, Op.BW}, Op.REDUCE_SCATTER, gradients)
     pools = [0, 0]
     if plan.zero == 3:
-        pools[0] = compute * sum(
-            longest([weight_pool(each, pp, sharded_stages(program, pp)) for each in plan.programs])
-        )
+        pools[0] = compute * sum(longest([weight_pool(each, pp, held) for each in plan.programs]))
     if plan.zero > 1:
         pools[1] = wide * sum(longest([gradient_pool(each, pp) for each in plan.trained_programs]))
     activations, highest = _activations(plan, pp, times)
@@ -98,22 +99,12 @@ def _curve(plan: Plan, pp: int, need: dict[str, int], spans: dict[tuple[int, str
     return MemoryCurve(pp, fixed, sum(pools), units, _thinned(samples, sum(pools)))
 
 
-def _pooled_weights(plan: Plan, pp: int) -> tuple[Op, Op, dict[int, int]]:
-    """What begins and ends the use of each unit's place in the pool, and its bytes."""
-    held = sharded_stages(plan.program, pp) if plan.zero == 3 else set()
-    size = BYTES[plan.dtype]
-    return Op.ALL_GATHER, Op.FREE, {unit: size * sum(weight_sizes(plan.program, unit)) for unit in held}
-
-
-def _pooled_gradients(plan: Plan, pp: int) -> tuple[Op, Op, dict[int, int]]:
-    held = sharded_stages(plan.program, pp) if plan.zero > 1 else set()
-    size = wide_bytes(plan.dtype)
-    return Op.W, Op.REDUCE_SCATTER, {unit: size * sum(gradient_sizes(plan.program, unit)) for unit in held}
-
-
-def _in_use(times: list[tuple[Instruction, float, float]], begin: Op, end: Op, sizes: dict[int, int]) -> list[Change]:
-    """When units take and leave their places: from the start of the first `begin` (W or BW) to the end of `end`."""
-    begins, found, held = {begin, Op.BW} if begin is Op.W else {begin}, list[Change](), set[int]()
+def _in_use(
+    times: list[tuple[Instruction, float, float]], begins: set[Op], end: Op, sizes: dict[int, int]
+) -> list[Change]:
+    """When units take and leave their places in a pool, and their bytes: from the start of the first of `begins` to the
+    end of `end`."""
+    found, held = list[Change](), set[int]()
     for part, start, ended in times:
         if part.stage not in sizes:
             continue
@@ -139,13 +130,11 @@ def _activations(
         part, start, end = times[row]
         if part.op not in ON_COMPUTE_LANE and part.op is not Op.RELOAD:
             continue
-        start, end = (latest, latest) if part.op is Op.RELOAD else (max(latest, start), max(latest, end))
-        latest = end
-        kept = {unit: size for unit, size in by_unit.items() if size}
-        found.append((start, kept, peak - before))
+        start, latest = (latest, latest) if part.op is Op.RELOAD else (max(latest, start), max(latest, end))
+        found.append((start, found[-1][1], peak - before))
         by_unit[part.stage] += after - before
         before = after
-        found.append((end, {unit: size for unit, size in by_unit.items() if size}, 0))
+        found.append((latest, dict(by_unit), 0))
     return found, int(peaks.max(initial=0))
 
 
@@ -155,11 +144,8 @@ def _merged(
     """A sample at every change of any of them."""
     held = [list(accumulate((size for _, size in changes), initial=0)) for changes in (gathered, summed)]
     seconds = [[change[0] for change in gathered], [change[0] for change in summed], [each[0] for each in activations]]
-    at = [0, 0, 0]
     for time in sorted({time for times in seconds for time in times}):
-        for k, times in enumerate(seconds):
-            while at[k] < len(times) and times[at[k]] <= time:
-                at[k] += 1
+        at = [bisect_right(times, time) for times in seconds]
         _, by_unit, workspace = activations[max(0, at[2] - 1)]
         saved = tuple(by_unit.get(unit, 0) for unit in units)
         yield Sample(time, held[0][at[0]], held[1][at[1]], saved, workspace)
@@ -171,9 +157,5 @@ def _thinned(samples: Iterator[Sample], pools: int) -> list[Sample]:
     if len(found) <= MOST_SAMPLES:
         return found
     width = (found[-1].second - found[0].second) / MOST_SAMPLES or 1.0
-    parts = dict[int, Sample]()
-    for sample in found:
-        part = int((sample.second - found[0].second) / width)
-        if part not in parts or sample.activations > parts[part].activations:
-            parts[part] = sample
-    return [sample for _, sample in sorted(parts.items())]
+    parts = groupby(found, lambda sample: int((sample.second - found[0].second) / width))
+    return [max(its, key=lambda sample: sample.activations) for _, its in parts]

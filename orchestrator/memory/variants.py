@@ -92,8 +92,7 @@ class Variants:
 
     def fit(self, plan: Plan) -> Fit:
         """The fit of one of these plans."""
-        state = self._by_program[id(plan.program)].state
-        return fit_of_ranks(memories(plan, state), self.room)
+        return fit_of_ranks(memories(plan, self._by_program[id(plan.program)].state), self.room)
 
     def fits(self, plan: Plan) -> bool:
         """Whether one of these plans does, sooner if its first rank does not."""

@@ -83,8 +83,7 @@ def simulate_steps(plan: Plan | DrawnRun, measured: Timeline, costs: Costs) -> T
 def write_run_trace(path: Path, plan: Plan, measured: Timeline, simulated: Timeline, names: dict[int, str]) -> None:
     """A trace of measured steps and of one of `simulate_steps`, the latter with messages inside layers. `names` are
     those of ranks."""
-    drawn = with_layer_spans(simulated, plan, costs_of(plan))
-    write_trace(path, [measured, drawn], process_names=names)
+    write_trace(path, [measured, with_layer_spans(simulated, plan, costs_of(plan))], process_names=names)
 
 
 def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figure: str = "") -> str:

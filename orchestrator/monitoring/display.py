@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import IO, Any, cast
 
@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pentad.orchestrator.monitoring.run_state import RankView
+from pentad.orchestrator.monitoring.run_state import OVER, RankView
 from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
 from pentad.orchestrator.planning.formatting import format_duration, format_number, format_percent
 from pentad.schedules.ir.errors import printable
@@ -30,7 +30,6 @@ STATE_COLOURS = {  # of ranks and runs
     **{"hung": "bold red", "lost": "bold red", "failed": "bold red"},
     **{"paused": "yellow", "recovering": "bold yellow", "stopping": "yellow", "finished": "green", "stopped": "dim"},
 }
-ENDED = ("finished", "stopped", "failed")  # states of a run that has no ranks
 
 
 class RunStream:
@@ -61,7 +60,7 @@ class RunStream:
         return getattr(self.stream, name)
 
 
-class Display:
+class Display(AbstractContextManager["Display"]):
     """Shows one run, from the phases of its start-up on; use it in a `with`. `began` is the monotonic second of the
     command, from which the phases' seconds are counted."""
 
@@ -77,9 +76,6 @@ class Display:
         self.ranks: Sequence[RankView] = ()
         self.state = "starting"
         self.live: Live | None = None
-
-    def __enter__(self) -> Display:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -156,7 +152,7 @@ class Display:
         else:
             clock = f" {time.monotonic() - self.began:5.1f} s  "
             parts += [*self.phases, Text.assemble((clock, "dim"), (self.state, STATE_COLOURS[self.state]))]
-        if self.ranks and self.state not in ENDED:
+        if self.ranks and self.state not in OVER:
             room = max(1, min(MOST_RANKS, self.console.height - _STEPS - 10))
             parts += [Text(), ranks_table(self.ranks, room, self.rows[-1]["step"] if self.rows else -1, width)]
         return Group(*parts)
@@ -176,8 +172,7 @@ class Display:
         name.truncate(max(room, 8), overflow="ellipsis")
         room = min(40, room - cell_len(str(name)))
         if room >= 10:
-            bar = ProgressBar(self.steps, done, width=room, complete_style="cyan", finished_style="green")
-            parts.insert(1, bar)
+            parts.insert(1, ProgressBar(self.steps, done, width=room, complete_style="cyan", finished_style="green"))
         head = Table.grid(padding=(0, 2))
         head.add_row(name, *parts)
         return head

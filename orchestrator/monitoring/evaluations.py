@@ -16,7 +16,7 @@ EVAL_KEYS = ("step", "time", "data", "loss", "perplexity", "tokens", "sequences"
 
 def evaluation_state(config: RunConfig, rows: Sequence[dict[str, Any]], step: int) -> dict[str, Any]:
     """The fields of RunView about evaluations of a run that has done `step` steps; `rows` are those of eval.jsonl."""
-    last = max((row["step"] for row in rows), default=-1)
+    last = newest_evaluation(rows)
     views = tuple(EvalView(row["data"], row["step"], row["loss"]) for row in rows if row["step"] == last)
     following = config.eval.next_due(max(step, last + 1), config.run.steps) if config.data_sets else None
     return {"evaluations": views, "next_evaluation": following}

@@ -128,8 +128,7 @@ class EventBus:
             self.display.step(row)
             if row["skipped"]:
                 self.display.note(f"step {row['step']} {_skip_reason(row)}: its update was skipped")
-                facts = {key: row[key] for key in ("generation", "step", "loss", "grad_norm")}
-                self.record("skip", **facts)
+                self.record("skip", **{key: row[key] for key in ("generation", "step", "loss", "grad_norm")})
             for warning in self.fp8_health.warnings(row):
                 self.display.note(f"step {row['step']}: {warning}")
                 self.record("fp8 warning", step=row["step"], warning=warning)

@@ -210,8 +210,7 @@ def ranks_table(plan: Plan, needs: Needs, ranks: Sequence[RankView], width: int)
         cells = [str(rank), str(plan.mesh.coordinates(rank)), layers_text(plan, *plan.stages_of(rank))]
         rows.append([*cells, *where.get(rank, ()), format_bytes(needs[rank]["total"])])
     drop = ("pid", "device", "node") if where else ()
-    table = fitted_table(heads, rows, width, drop=(*drop, "place"), wrapped=["layers"])
-    return with_rest(table, plan.mesh.size)
+    return with_rest(fitted_table(heads, rows, width, drop=(*drop, "place"), wrapped=["layers"]), plan.mesh.size)
 
 
 def memory_line(plan: Plan, needs: Needs) -> RenderableType:

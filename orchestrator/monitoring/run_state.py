@@ -15,7 +15,7 @@ from pentad.schedules.spec.mesh import Coordinates
 from pentad.workers.runtime.telemetry import GpuState
 
 RUN_STATES = ("starting", "running", "paused", "recovering", "stopping", "finished", "stopped", "failed")
-OVER = ("finished", "stopped", "failed")
+OVER = ("finished", "stopped", "failed")  # without ranks
 RANK_STATES = ("starting", "running", "waiting", "idle", "hung", "lost")
 
 

@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ _OWN = ("run.name", "run.folder")
 Changes = dict[str, tuple[Any, Any]]  # the values before and now, by key
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """The folder of a live run, locked against others until it is closed; use it in a `with`.
 
     `changes` are the keys of the configuration that a resumed run changes.
@@ -218,8 +218,7 @@ class RunFolder:
         names, simulated = process_names(plan), simulate_steps(plan, measured, costs)
         with atomic_file(self.path / TRACE) as partial:
             write_run_trace(partial, plan, measured, simulated.of_step(measured.steps[-1]), names)
-        drawing = self._rank_times(plan)
-        page = comparison_page(DrawnRun.of_plan(plan), measured, simulated, drawing)
+        page = comparison_page(DrawnRun.of_plan(plan), measured, simulated, self._rank_times(plan))
         replace_file(self.path / PAGE, page.encode())
 
     def save_expert_load(self, step: int, layers: Mapping[int, Sequence[int]]) -> None:
@@ -247,9 +246,6 @@ class RunFolder:
 
     def close(self) -> None:
         os.close(self.lock)
-
-    def __enter__(self) -> RunFolder:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,4 +1,4 @@
-"""Tables for terminals. On a narrow one columns are dropped, so that no value is cut off."""
+"""Tables and lines for terminals. On a narrow one columns of a table are dropped, so that no value is cut off."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ def fitted_table(
     for cells in zip(*(cells for _, cells in columns.values()), strict=True):
         table.add_row(*cells)
     return table
+
+
+def line(*parts: str | Text | tuple[str, str], style: str = "") -> Text:
+    """A line that is never wrapped, however narrow the console (which must not crop either)."""
+    return Text.assemble(*parts, style=style, no_wrap=True, overflow="ignore")
 
 
 def _safe(cell: str | Text) -> str | Text:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import RunConfig
@@ -20,14 +19,14 @@ from pentad.orchestrator.page.page_data import PageData
 from pentad.orchestrator.page.saved_plan import last_config, last_places, planned_again
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.diagnosis import rank_times
+from pentad.schedules.draw.palette import grouped
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
-from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.telemetry import GpuState
 
-S = TypeVar("S", Span, rank_times.RankTime)
 _STEP = attrgetter("step")
 
 
@@ -63,8 +62,8 @@ class EndedRun(PageData):
         spans = Timeline.load(folder / TIMELINE).spans if (folder / TIMELINE).is_file() else ()
         times = rank_times.load(folder / RANK_TIMES) if (folder / RANK_TIMES).is_file() else ()
         super().__init__(state, config.metrics.timeline_steps)
-        self.steps.extend(_by_step(spans))
-        self.times.extend(each for _, each in _by_step(times))
+        self.steps.extend((step, tuple(its)) for step, its in sorted(grouped(spans, _STEP).items()))
+        self.times.extend(tuple(its) for _, its in sorted(grouped(times, _STEP).items()))
 
     def flow(self, plan: Plan) -> dict[str, Any]:
         return {"sends": [], "collectives": []} if self.is_custom else super().flow(plan)
@@ -99,11 +98,6 @@ def _ranks(plan: Plan, placed: Sequence[dict[str, Any]], step: int) -> tuple[Ran
         where = plan.mesh.coordinates(rank), at["node"], at["pid"], at["gpu"]
         views.append(RankView(rank, *where, "idle", step - 1, "", now))
     return tuple(views)
-
-
-def _by_step(rows: Iterable[S]) -> Iterator[tuple[int, tuple[S, ...]]]:
-    for step, found in groupby(sorted(rows, key=_STEP), _STEP):
-        yield step, tuple(found)
 
 
 def _expert_load(folder: Path) -> ExpertLoads:

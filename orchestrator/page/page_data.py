@@ -10,12 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.memory.curve import memory_curves
-from pentad.orchestrator.monitoring.event_bus import ExpertLoads
+from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import METRICS, TIMED_STEPS
 from pentad.orchestrator.page.data_flow import data_flow
@@ -35,36 +34,13 @@ from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.mesh import LAYER_AXES
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, find_cause
-from pentad.workers.runtime.telemetry import GpuState
+
+if TYPE_CHECKING:
+    from pentad.orchestrator.page.ended_run import EndedState
 
 MOST_EVENTS = 200
 QUIET = ("evaluation", "checkpoint", "best", "copies")  # events that a run of any length has many of
 T = TypeVar("T")
-
-
-class Folder(Protocol):
-    """A run's folder."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def plan(self) -> Plan: ...
-    def journal(self) -> list[dict[str, Any]]: ...
-
-
-class PageSource(Protocol):
-    """What the page reads of a run's EventBus, or of what is left of a run."""
-
-    @property
-    def view(self) -> RunView: ...
-    @property
-    def folder(self) -> Folder: ...
-    @property
-    def expert_load(self) -> ExpertLoads: ...
-    @property
-    def statuses(self) -> dict[int, Status]: ...
-    @property
-    def gpus(self) -> dict[int, GpuState]: ...
 
 
 class Moment(NamedTuple):
@@ -78,7 +54,7 @@ class Moment(NamedTuple):
 class PageData(Watcher):
     """The data of one run's page, over all its generations."""
 
-    def __init__(self, bus: PageSource, timeline_steps: int) -> None:
+    def __init__(self, bus: EventBus | EndedState, timeline_steps: int) -> None:
         self.bus, self.lock = bus, threading.Lock()  # held for moments, while the driver adds or a reader copies
         self.plan = bus.folder.plan
         self.now = Moment(bus.view, self.plan, {})

@@ -61,8 +61,7 @@ def last_config(folder: Path, journal: Sequence[dict[str, Any]]) -> RunConfig:
     if meshes and meshes[-1] != str(config.mesh.mesh):
         sizes = dict.fromkeys(asdict(Mesh()), 1) | {a: int(n) for a, n in re.findall(r"([a-z]+)(\d+)", meshes[-1])}
         config = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
-    moved = with_rebalanced_layers(config, lambda: journal)
-    return with_replanned_order(moved, lambda: journal, folder / ORDER)
+    return with_replanned_order(with_rebalanced_layers(config, lambda: journal), lambda: journal, folder / ORDER)
 
 
 def last_places(journal: Sequence[dict[str, Any]]) -> Places:

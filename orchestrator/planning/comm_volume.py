@@ -95,7 +95,7 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
         op, stage = instruction.op, instruction.stage
         if op in SENDS:
             found.add("pp", op.value, 1, stream)
-        elif _is_collective(instruction):
+        elif op is Op.ALL_GATHER or op in REDUCTIONS:
             for shard in _shared(plan, rank, instruction):
                 found.add("dp", op.value, *_collective(plan, instruction, shard))
                 if instruction.key in last:
@@ -110,13 +110,7 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
 
 @lru_cache(maxsize=4096)
 def stage_volume(
-    model: ModelSpec,
-    layers: LayerRange,
-    piece: Piece,
-    phase: str,
-    *,
-    copied: bool = False,
-    is_repeated: bool = False,
+    model: ModelSpec, layers: LayerRange, piece: Piece, phase: str, *, copied: bool = False, is_repeated: bool = False
 ) -> CommVolume:
     """Of one piece on one stage: its layers, embedding and head. A `phase` is F, B or the mode of a RECOMPUTE. Where
     exchanges are `copied` between the GPUs of a host, the result of a product is one exchange, else one a tile. An F
@@ -198,10 +192,6 @@ def waited_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str
     _add_tp(found, piece, "all_gather", gathers, gathers * stream)
     _add_tp(found, piece, "reduce_scatter", scatters, scatters * stream)
     return found
-
-
-def _is_collective(instruction: Instruction) -> bool:
-    return instruction.op is Op.ALL_GATHER or instruction.op in REDUCTIONS
 
 
 def _collective(plan: Plan, instruction: Instruction, shard: ParamShard) -> Volume:

@@ -20,8 +20,8 @@ from pentad.orchestrator.planning.hardware import (
     NODE_GPUS,
     expert_flops,
     expert_rows,
+    is_on_host,
     links_of,
-    ranks_on_host,
 )
 from pentad.orchestrator.planning.parameter_collectives import (
     gather_seconds,
@@ -166,8 +166,7 @@ def stage_seconds(
     """Compute, and communication inside layers, for which they wait; devices wait for the host to start it."""
     compute = compute_seconds(model, span, piece, rates)
     if lora is not None:
-        adapters = _active_adapters(model, lora, span)
-        seconds = 2 * piece.tokens * adapters / (rates.flops * piece.mesh.tp)
+        seconds = 2 * piece.tokens * _active_adapters(model, lora, span) / (rates.flops * piece.mesh.tp)
         forward, backward = compute.forward + seconds, compute.backward + 1.5 * seconds  # B computes x A^T again
         compute = compute._replace(forward=forward, backward=backward, weight=seconds)
     lookup = lookup_seconds(model, piece, rates)
@@ -203,7 +202,7 @@ def layer_messages(
     waited = waited_volume(model, span, piece, phase)
     for (axis, kind), volume in volumes.items():
         link = links_of(rates, piece.mesh, (axis,), in_layers=True).of(kind)
-        on_host = ranks_on_host(piece.mesh, (axis,), rates.host_order) == getattr(piece.mesh, axis)
+        on_host = is_on_host(piece.mesh, (axis,), rates.host_order)
         share = rates.tp_hidden if axis == "tp" and on_host else 0.0
         beside = share * (volume.bytes - waited.get(CommKind(axis, kind), Volume()).bytes)
         seconds = link.seconds(volume.bytes - beside, volume.operations)

@@ -47,8 +47,7 @@ CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 def costs_of(plan: Plan, rates: Rates | None = None) -> Costs:
     """A plan's guessed costs, those that its program was compiled with, of microbatches of equal size; or at other
     `rates`."""
-    even = _with_even_batch(plan)
-    offloaded = [each.bytes for each in cuts_of(even)]
+    offloaded = [each.bytes for each in cuts_of(_with_even_batch(plan))]
     piece, rates = even_piece(plan), rates or rates_of_plan(plan)
     given = plan.model, plan.layers, plan.program.placement, piece, rates, plan.recompute, plan.zero, plan.lora
     return guess_costs(*given, offloaded, host_optimizer=plan.host_optimizer, bf16_reduce=plan.bf16_reduce)
@@ -276,8 +275,7 @@ def copies_bytes(plan: Plan, rank: int) -> int:
     counts, and of the one that is made."""
     if not plan.replicate_every:
         return 0
-    first_ranks = (plan.mesh.move(0, pp=pp) for pp in range(plan.mesh.pp))
-    return 2 * (snapshot_bytes(plan, rank) + max(snapshot_bytes(plan, each) for each in first_ranks))
+    return 2 * (snapshot_bytes(plan, rank) + max(snapshot_bytes(plan, each) for each in plan.mesh.group(("pp",), 0)))
 
 
 def _with_muon(plan: Plan, rank: int, activations: int) -> int:

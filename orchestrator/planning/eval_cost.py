@@ -50,7 +50,7 @@ def eval_cost(config: RunConfig, plan: Plan, costs: Costs, sequences: Sequence[i
     read, None: unknown."""
     if plan.eval is None:
         return None
-    batch, ranks = plan.batch.global_batch_size, [plan.mesh.move(0, pp=pp) for pp in range(plan.mesh.pp)]
+    batch, ranks = plan.batch.global_batch_size, plan.mesh.group(("pp",), 0)
     needed, trained = memories(plan), memories(replace(plan, eval=None))
     known = [count for count in sequences if count is not None]
     return EvalCost(

@@ -164,7 +164,7 @@ def host_note(config: RunConfig, plan: Plan) -> str:
 
 def _fullest_on_host(plan: Plan) -> dict[str, int]:
     """What the rank that has most there keeps in host memory."""
-    each = [memory(plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp)]
+    each = (memory(plan, rank) for rank in plan.mesh.group(("pp",), 0))
     return max(each, key=lambda kinds: sum(kinds[kind] for kind in ON_HOST))
 
 

@@ -29,13 +29,7 @@ from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
-from pentad.schedules.spec.plan import (
-    Plan,
-    num_units,
-    split_layers,
-    split_layers_by_cost,
-    split_layers_into_units,
-)
+from pentad.schedules.spec.plan import Plan, num_units, split_layers, split_layers_by_cost, split_layers_into_units
 from pentad.schedules.spec.row_slots import expert_slots, routed_share
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import LayerRange, head_in_layers, layers_of_sizes

@@ -102,10 +102,7 @@ class _Search:
     def __init__(self, config: RunConfig, device: DeviceMemory, host: HostMemory, make: Maker, most: Plan) -> None:
         self.config, self.device, self.host, self.make, self.most = config, device, host, make, most
         self.units = most.program.units or (1,) * most.program.stages
-        by_stage = [0] * len(self.units)
-        for unit, held in enumerate(most.layers):
-            by_stage[most.program.stage_of[unit]] += len(held.numbers)
-        self.steps = ROW_STEPS if config.memory.recompute_fraction == "auto" else max(by_stage)
+        self.steps = ROW_STEPS if config.memory.recompute_fraction == "auto" else largest_stage(most)
         if config.memory.recompute == "none":
             self.steps = 0
 
@@ -189,6 +186,14 @@ class _Search:
         return tuple(round(each, 4) for each in found)
 
 
+def largest_stage(plan: Plan) -> int:
+    """Layers of the largest stage of a pipeline."""
+    counts = [0] * (1 + plan.program.stage_of[-1])
+    for unit, layers in enumerate(plan.layers):
+        counts[plan.program.stage_of[unit]] += len(layers.numbers)
+    return max(counts)
+
+
 def _with(config: RunConfig, recomputed: float | None, fraction: float, layers: int = 0) -> RunConfig:
     """In which this share recomputes (None: as much as configured), of the rows or of this many layers of each
     stage."""
@@ -203,9 +208,9 @@ def _with(config: RunConfig, recomputed: float | None, fraction: float, layers: 
     return config.model_copy(update={"memory": config.memory.model_copy(update=changed)})
 
 
-def _ranks(plan: Plan) -> list[int]:
+def _ranks(plan: Plan) -> tuple[int, ...]:
     """A rank of the mesh for each pipeline rank."""
-    return [plan.mesh.move(0, pp=pp) for pp in range(plan.mesh.pp)]
+    return plan.mesh.group(("pp",), 0)
 
 
 def _needed(plan: Plan, rank: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from pentad.orchestrator.activations.activation_memory import cuts, with_slots
 from pentad.orchestrator.activations.allocations import BYTES
@@ -308,13 +308,15 @@ def _memory_options(
     section, found = config.zero, config.memory.options(units, layers, fractions)
     if config.mesh.replicas == 1 and not layout.has_mirrors:
         return found
+    gathered = section.max_gathered
+    assert gathered != "auto"
     fp8 = fp8_spec(config, model, rates_for(config.cluster, device)) if section.stage == 3 else None
     itemsize = BYTES[compute_dtype(config, device)]
     return found._replace(
         zero=section.stage,
         prefetch=section.prefetch,
-        max_gathered=max_gathered(config, section.stage, units),
-        reduce=reduction(config, section.stage),
+        max_gathered=(gathered or default_gathered(units)) if section.stage == 3 else None,
+        reduce=section.reduce if section.stage > 1 else "step",  # of sharded gradients alone
         sizes=pool_sizes(
             model,
             config.lora_spec,
@@ -328,22 +330,9 @@ def _memory_options(
     )
 
 
-def max_gathered(config: RunConfig, zero: int, units: Sequence[int]) -> int | None:
-    """`max_gathered` of MemoryOptions: zero.max_gathered, or the default."""
-    given = config.zero.max_gathered
-    if zero < 3 or isinstance(given, int):
-        return given if zero == 3 and isinstance(given, int) else None
-    return default_gathered(units)
-
-
 def default_gathered(units: Sequence[int]) -> int | None:
     """GATHERED_UNITS where stages are cut into units."""
     return GATHERED_UNITS if max(units) > 1 else None
-
-
-def reduction(config: RunConfig, zero: int) -> Literal["step", "microbatch"] | None:
-    """`reduce` of MemoryOptions: zero.reduce, which only sharded gradients have."""
-    return config.zero.reduce if zero > 1 else "step"
 
 
 def with_inputs_of(plan: Plan, other: Plan) -> Plan:

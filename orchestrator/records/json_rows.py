@@ -28,10 +28,6 @@ def _is_measured(value: Any) -> bool:
     return value is None or _is_number(value)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_by_source(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(each, dict) and _is_measured(each.get("loss", "")) and _is_number(each.get("target_tokens"))
@@ -61,7 +57,7 @@ def _is_ranges(value: Any) -> bool:
     )
 
 
-_COUNT, _TEXT = Kind("a count", _is_count), Kind("text", _is_text)
+_COUNT, _TEXT = Kind("a count", _is_count), Kind("text", lambda value: isinstance(value, str))
 _MEASURED = Kind("a finite number or null", _is_measured)
 _KINDS = {  # of a field, wherever it is
     # -1 is that of a rank before its first

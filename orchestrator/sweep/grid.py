@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
@@ -35,10 +36,7 @@ def grid(words: Sequence[str]) -> list[Point]:
     for key, varies in zip(keys, varied, strict=True):
         if varies and key.startswith(FIXED):
             raise PentadError(f"{key} has several values: expected one, since all trials share it")
-    count = 1
-    for each in choices:
-        count *= len(each)
-    if count > MOST_TRIALS:
+    if (count := math.prod(map(len, choices))) > MOST_TRIALS:
         raise PentadError(f"the grid has {count:,} points: expected at most {MOST_TRIALS:,}")
     return [
         Point(each, tuple(word for word, varies in zip(each, varied, strict=True) if varies))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +18,13 @@ from pentad.orchestrator.planning.formatting import format_count, format_percent
 from pentad.orchestrator.planning.hardware import gpu_of
 from pentad.orchestrator.search.planned import without_evaluation
 from pentad.orchestrator.search.search import search
-from pentad.orchestrator.search.space import given_and_changed, load_for_search
+from pentad.orchestrator.search.space import AXES, given_and_changed, load_for_search
 from pentad.orchestrator.sweep.free_devices import FreeDevices
 from pentad.orchestrator.sweep.grid import MOST_TRIALS, Point
 from pentad.orchestrator.sweep.results import TrialRow
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.spec.tensors import num_parameters
-
-AXES = ("dp", "pp", "cp", "tp", "ep")
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,7 @@ def plan_trial(request: SweepRequest, point: Point, free: FreeDevices, folder: P
         return Trial(
             row._replace(cause=". ".join(filter(None, (found.data_error or found.fit.sentence, found.remedy))))
         )
-    run = {"name": name, "folder": str(folder)}
-    return Trial(row, load(config, sections={"run": run}))
+    return Trial(row, load(config, sections={"run": {"name": name, "folder": str(folder)}}))
 
 
 def trial_config(config: RunConfig, steps: int, device: str) -> RunConfig:
@@ -144,9 +142,7 @@ def _pruned(request: SweepRequest, point: Point, why: str, ranks: int | None = N
     if isinstance(mesh, Mapping) and ranks is None:
         sizes = {axis: mesh.get(axis, 1) for axis in AXES}
         if all(isinstance(size, int) and 0 < size < 2**31 for size in sizes.values()):
-            facts, ranks = sizes, 1
-            for size in sizes.values():
-                ranks *= size
+            facts, ranks = sizes, math.prod(sizes.values())
     if isinstance(schedule, Mapping) and isinstance(schedule.get("name"), str):
         facts["schedule"] = schedule["name"]
     name = _digest(json.dumps([point.words, ranks, request.search]))

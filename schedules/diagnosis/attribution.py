@@ -35,16 +35,16 @@ class LayerWait(NamedTuple):
     """Seconds that a rank's compute waited for communication inside layers during a step, and how many of these it
     waited for a peer that was late."""
 
-    seconds: float
-    late: float
+    seconds: float = 0.0
+    late: float = 0.0
 
 
 class Starved(NamedTuple):
     """Seconds that a rank was ready to run while other processes had the cores: in compute, and between
     instructions."""
 
-    compute: float
-    between: float
+    compute: float = 0.0
+    between: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ def _rank_step(view: StepView, ideal: StepView, rank: int, measured: Measured) -
     parts = _sums(view, rank, begin, round(measured.data.get(rank, 0.0) * 1e9))
     bubble = min(parts[LATE], _sums(ideal, rank, FIRST_START, 0)[LATE])
     parts["schedule bubble"], parts[LATE] = bubble, parts[LATE] - bubble
-    wait = measured.layers.get(rank, LayerWait(0.0, 0.0))
+    wait = measured.layers.get(rank, LayerWait())
     seconds = min(parts["compute"], round(wait.seconds * 1e9))
     late = min(seconds, round(wait.late * 1e9))
     parts["compute"] -= seconds
     parts["inside layers"] += seconds - late
     parts[LATE] += late
-    starved = measured.starved.get(rank, Starved(0.0, 0.0))
+    starved = measured.starved.get(rank, Starved())
     for part, lost in (("compute", starved.compute), (HOST, starved.between)):
         taken = min(parts[part], round(lost * 1e9))
         parts[part] -= taken

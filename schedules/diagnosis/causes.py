@@ -40,8 +40,7 @@ def find_causes(replay: Replay, left: Mapping[str, float]) -> list[Cause]:
 def work_by_rank(replay: Replay) -> Array:
     """Seconds of compute of every rank of the mesh, recomputation included, without waits inside layers or for a
     core."""
-    work = replay.parts["compute"] + replay.parts[RECOMPUTE]
-    return np.bincount(replay.rank, work, replay.view.mesh.size)
+    return np.bincount(replay.rank, replay.parts["compute"] + replay.parts[RECOMPUTE], replay.view.mesh.size)
 
 
 def _slow_ranks(replay: Replay, base: float) -> Iterator[Cause]:

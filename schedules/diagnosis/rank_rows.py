@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from pentad.schedules.diagnosis.rank_times import RankTime
-from pentad.schedules.draw.heat_map import RankRow, ordered_ops, svg_heat_map
+from pentad.schedules.draw.heat_map import RankRow, svg_heat_map
+from pentad.schedules.draw.palette import ordered_ops
 from pentad.schedules.simulate.timeline import COMPUTE
 from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
 

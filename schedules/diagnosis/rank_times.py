@@ -126,7 +126,7 @@ def measured_of(times: Iterable[RankTime], mesh: Mesh, began: dict[int, float] |
     data, waited = dict[int, float](), dict[tuple[int, str, int], float]()
     starved = dict[int, Starved]()
     for each in times:
-        compute, between = starved.get(each.rank, Starved(0.0, 0.0))
+        compute, between = starved.get(each.rank, Starved())
         if each.op == HOST_OP:
             between += each.starved
         else:

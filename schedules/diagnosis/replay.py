@@ -19,7 +19,6 @@ from pentad.schedules.simulate.events import Events, events_of
 from pentad.schedules.simulate.toposort import Graph, earliest_times, topological_levels
 
 RECOMPUTE = "recompute"
-NO_WAIT, NOT_STARVED = LayerWait(0.0, 0.0), Starved(0.0, 0.0)
 NAMES = ("compute", RECOMPUTE, "inside layers", STARVED, "optimizer", "data", HOST, BETWEEN_STAGES, PARAMETERS, COPIES)
 Seconds = dict[str, Array]  # by part, and by action of the mesh
 
@@ -30,14 +29,7 @@ class Replay:
     `begins` are the nanoseconds at which the ranks began the step.
     """
 
-    def __init__(
-        self,
-        view: StepView,
-        begins: Mapping[int, int],
-        measured: Measured,
-        *,
-        blocking_host: bool,
-    ) -> None:
+    def __init__(self, view: StepView, begins: Mapping[int, int], measured: Measured, *, blocking_host: bool) -> None:
         self.view, program, mesh = view, view.program, view.mesh
         counts = [len(view.stream(rank)) for rank in range(mesh.size)]
         self.first = np.concatenate(([0], np.cumsum(counts)))
@@ -48,8 +40,7 @@ class Replay:
             self._add_compute(rank, begins.get(rank, 0), measured)
             self._add_communication(rank)
         self._shortest_by_link()
-        events = events_of(program, blocking_host=blocking_host)
-        self.node, self.graph = _mesh_graph(view, events, self.first)
+        self.node, self.graph = _mesh_graph(view, events_of(program, blocking_host=blocking_host), self.first)
         self.levels = topological_levels(self.graph)
 
     def makespan(self, change: Callable[[Seconds], Seconds] = dict) -> float:
@@ -71,8 +62,8 @@ class Replay:
 
     def _add_compute(self, rank: int, begin: int, measured: Measured) -> None:
         parts, places = self.parts, self.view.program.positions[self.view.coordinates[rank].pp]
-        wait, work = measured.layers.get(rank, NO_WAIT), list[tuple[int, float]]()
-        data, starved = measured.data.get(rank, 0.0), measured.starved.get(rank, NOT_STARVED)
+        wait, work = measured.layers.get(rank, LayerWait()), list[tuple[int, float]]()
+        data, starved = measured.data.get(rank, 0.0), measured.starved.get(rank, Starved())
         for number, busy in enumerate(self.view.busy(rank, begin)):
             at = self.first[rank] + places[busy.action.key]
             host, seconds = busy.idle.get(HOST, 0) / 1e9, (busy.end - busy.start) / 1e9
@@ -123,7 +114,8 @@ class Replay:
 def _mesh_graph(view: StepView, events: Events, first: Array) -> tuple[Array, Graph]:
     """The node of every action of the mesh, and the graph of the nodes."""
     mesh, columns, count = view.mesh, view.program.columns, events.graph.events
-    replicas = [mesh.coordinates(0)._replace(dp=dp, cp=cp, tp=tp, ep=ep) for dp, cp, tp, ep in _replicas(view)]
+    sizes = product(range(mesh.dp), range(mesh.cp), range(mesh.tp), range(mesh.ep))
+    replicas = [mesh.coordinates(0)._replace(dp=dp, cp=cp, tp=tp, ep=ep) for dp, cp, tp, ep in sizes]
     number = {at: index for index, at in enumerate(replicas)}
     op = columns.op[columns.action_row[events.action]]
     grouped = columns.group[columns.action_row[events.action]]
@@ -149,8 +141,3 @@ def _mesh_graph(view: StepView, events: Events, first: Array) -> tuple[Array, Gr
         own = events.event[columns.action_offsets[at.pp] : columns.action_offsets[at.pp + 1]]
         node[first[rank] : first[rank + 1]] = label[number[at._replace(pp=0)], own]
     return node, Graph(len(ids), source, target, view.program.ranks * len(replicas))
-
-
-def _replicas(view: StepView) -> product:
-    mesh = view.mesh
-    return product(range(mesh.dp), range(mesh.cp), range(mesh.tp), range(mesh.ep))

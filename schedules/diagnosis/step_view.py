@@ -152,11 +152,9 @@ class StepView:
             peer, send = self.sender(rank, key)
             stream, positions = self.stream(peer), self.program.positions[self.coordinates[peer].pp]
             needed = self.instruction(peer, send).waits
-            ends = (self.action_times(peer, stream[positions[each]])[1] for each in needed)
-            return max(found, *ends)
+            return max(found, *(self.action_times(peer, stream[positions[each]])[1] for each in needed))
         if key.op in COLLECTIVES and own.group:
-            starts = (self._times[other, key][0] for other in self.members(rank, key))
-            return max(starts)
+            return max(self._times[other, key][0] for other in self.members(rank, key))
         return max(found, self._times[rank, key][0])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from pentad.schedules.draw.palette import OP_STYLES, mixed
+from pentad.schedules.draw.palette import mixed
 from pentad.schedules.draw.svg import LEFT, MARGIN, escaped, svg_page, title_line
 from pentad.schedules.ir.errors import PentadError
 
@@ -57,11 +57,6 @@ def svg_heat_map(rows: Sequence[RankRow], steps: Sequence[int], ops: Sequence[st
         lines += _numbers(row.ops, right, y, pitch)
     lines += _step_axis(steps, left, bottom, cell)
     return svg_page(width, bottom + BELOW + MARGIN, title, _colours(), lines)
-
-
-def ordered_ops(ops: set[str]) -> list[str]:
-    """In the order of legends, then others by name."""
-    return [op for op in OP_STYLES if op in ops] + sorted(ops - OP_STYLES.keys())
 
 
 def _bin(value: float | None) -> int | None:

@@ -21,10 +21,10 @@ from pentad.schedules.draw.page_program import (
 )
 from pentad.schedules.draw.palette import (
     BACKGROUNDS,
-    OP_STYLES,
     grouped,
     nanoseconds,
     op_style,
+    ordered_ops,
     row_of,
     row_order,
     shades,
@@ -42,16 +42,8 @@ from pentad.schedules.spec.mesh import Mesh
 STYLES = ("page.css", "panels.css")
 SCRIPTS = (
     *("data.js", "labels.js", "layout.js", "canvas.js", "paint.js", "program/links.js", "program/dependencies.js"),
-    *(
-        "program/arrows.js",
-        "program/memory_curve.js",
-        "program/messages.js",
-        "selection.js",
-        "search.js",
-        "tooltip.js",
-        "navigation.js",
-    ),
-    "main.js",
+    *("program/arrows.js", "program/memory_curve.js", "program/messages.js"),
+    *("selection.js", "search.js", "tooltip.js", "navigation.js", "main.js"),
 )
 _Kind = tuple[str, str, str, int, int, int]  # name, op, lane, stage, microbatch, peer
 _Placement = tuple[tuple[int, ...], ...]  # stages of each rank
@@ -87,12 +79,7 @@ class RunProgram(NamedTuple):
 
 
 def timeline_page(
-    timelines: Sequence[Timeline],
-    *,
-    title: str,
-    facts: dict[str, str],
-    figure: str = "",
-    run: RunProgram | None = None,
+    timelines: Sequence[Timeline], *, title: str, facts: dict[str, str], figure: str = "", run: RunProgram | None = None
 ) -> str:
     """The page of a run: a panel per timeline, of which the reader chooses a step, and below them the SVG text of a
     figure, if there is one. Times are in seconds. With what the steps have run, it also shows dependencies, the
@@ -158,12 +145,10 @@ def _timelines(drawn: list[_Drawn]) -> dict[str, Any]:
     pieces = (piece for one in drawn for path in one.paths.values() for piece in path)
     parts = {kind: number for number, kind in enumerate(dict.fromkeys(piece.kind for piece in pieces))}
     panels = [_panel(one, kinds, parts) for one in drawn]
-    ops_used = {kind[1] for kind in kinds}
-    ops = [op for op in OP_STYLES if op in ops_used] + sorted(ops_used - OP_STYLES.keys())
     chunks = max(1, *(len(rank["stages"]) for panel in panels for step in panel["steps"] for rank in step["ranks"]))
     return {
         "kinds": _table(list(kinds)),
-        "looks": {op: _look(op, chunks if op in COMPUTE else 1) for op in ops},
+        "looks": {op: _look(op, chunks if op in COMPUTE else 1) for op in ordered_ops({kind[1] for kind in kinds})},
         "rows": row_order(row_of(kind[2]) for kind in kinds),
         "parts": list(parts),
         "panels": panels,

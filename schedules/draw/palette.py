@@ -55,10 +55,16 @@ SERIES = (  # of curves, on a light and a dark background; like ops they differ 
 OTHER = OpStyle("other", "#b6bcc6", "#6b7380", "generic_work")
 ROWS = ("compute", "layers", "receive", "send", "p2p", "gather", "reduce", "copy")
 _Key = TypeVar("_Key", bound=Hashable)
+_Item = TypeVar("_Item")
 
 
 def op_style(op: str) -> OpStyle:
     return OP_STYLES.get(op, OTHER)
+
+
+def ordered_ops(ops: set[str]) -> list[str]:
+    """In the order of legends, then others by name."""
+    return [op for op in OP_STYLES if op in ops] + sorted(ops - OP_STYLES.keys())
 
 
 def shades(op: str, theme: Theme, count: int) -> list[str]:
@@ -97,11 +103,11 @@ def row_order(rows: Iterable[str]) -> list[str]:
     return sorted(set(rows), key=lambda row: (ROWS.index(row) if row in ROWS else len(ROWS), row))
 
 
-def grouped(spans: Iterable[Span], key: Callable[[Span], _Key]) -> dict[_Key, list[Span]]:
-    """The spans of each key, in their order."""
-    found = defaultdict[_Key, list[Span]](list)
-    for span in spans:
-        found[key(span)].append(span)
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """The items of each key, in their order."""
+    found = defaultdict[_Key, list[_Item]](list)
+    for item in items:
+        found[key(item)].append(item)
     return dict(found)
 
 

@@ -15,17 +15,8 @@ SETTINGS = {
     "recompute": "recompute",
 }
 SHOWN = (
-    *(
-        "settings",
-        "command",
-        "outcome",
-        "cause",
-        "device",
-        "layout",
-        "parameters",
-        "predicted_seconds",
-        "predicted_bytes",
-    ),
+    *("settings", "command", "outcome", "cause", "device", "layout", "parameters"),
+    *("predicted_seconds", "predicted_bytes"),
     *("step_seconds", "tokens_per_second", "mfu", "bubble", "peak_bytes", "wall_seconds"),
 )
 

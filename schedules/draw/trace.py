@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,8 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pentad.schedules.draw.palette import grouped, nanoseconds, op_style, row_of, row_order, stack_overlaps
-from pentad.schedules.draw.profile_trace import profile_threads
-from pentad.schedules.simulate.step_profile import ProfileEvent
+from pentad.schedules.simulate.step_profile import ASYNC, KERNEL, ProfileEvent, nested
 from pentad.schedules.simulate.timeline import Span, Timeline
 
 Event = dict[str, Any]
@@ -78,7 +78,7 @@ def _events(
         for thread, lane, placed in _threads(spans, zero, pid):
             yield from _named_thread(lane, pid, thread)
             slices += placed
-        for tid, (track, events) in enumerate(profile_threads(profiles.get(rank, ())), thread + 1):
+        for tid, (track, events) in enumerate(_profile_threads(profiles.get(rank, ())), thread + 1):
             yield from _named_thread(track, pid, tid)
             for event in events:
                 yield _profile_event(event, round(zero * 1e9), pid, tid)
@@ -88,6 +88,18 @@ def _events(
 def _named_thread(name: str, pid: int, tid: int) -> Iterator[Event]:
     yield _metadata("thread_name", pid, tid, name=name)
     yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+
+
+def _profile_threads(events: Sequence[ProfileEvent]) -> Iterator[tuple[str, list[ProfileEvent]]]:
+    """(name, events) of threads for what torch's profiler saw on a rank, whose events nest: kernels by stream, then
+    operators by host thread, and what those began and did not wait for."""
+    tracks = defaultdict[tuple[int, int], list[ProfileEvent]](list)
+    for event in events:
+        tracks[{KERNEL: 0, ASYNC: 2}.get(event.kind, 1), event.track].append(event)
+    for (kind, track), its in sorted(tracks.items()):
+        name = f"{('kernels, stream', 'operators, thread', 'async, thread')[kind]} {track}"
+        for level, row in enumerate(nested(its)):
+            yield name if level == 0 else f"{name} ({level + 1})", row
 
 
 def _profile_event(event: ProfileEvent, zero: int, pid: int, tid: int) -> Event:

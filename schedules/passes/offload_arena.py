@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pentad.schedules.ir.columns import Array
 from pentad.schedules.ir.instruction import COMPUTE, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.offload_cut import ALIGNMENT
-from pentad.schedules.passes.zero_buffers import first_fit
+from pentad.schedules.passes.zero_buffers import first_fit, most_in_use
 
 _Cell = tuple[int, int]  # stage, microbatch
 
@@ -45,16 +44,8 @@ def arena(program: Program, rank: int, slots: Sequence[tuple[int, int]]) -> Aren
     apart = (first[:, None] < last) & (first < last[:, None])
     sizes = [np.array([-(-slots[stage][side] // ALIGNMENT) * ALIGNMENT for stage, _ in cells]) for side in (0, 1)]
     offsets = [first_fit(each, apart) for each in sizes]
-    totals, bounds = zip(
-        *((int((at + size).max()), _most(first, last, size)) for at, size in zip(offsets, sizes, strict=True)),
-        strict=True,
-    )
+    layouts = zip(offsets, sizes, strict=True)
+    found = ((int((at + size).max()), int(most_in_use(first, last, size))) for at, size in layouts)
+    totals, bounds = zip(*found, strict=True)
     pairs = zip(*(each.tolist() for each in offsets), strict=True)
     return Arena(dict(zip(cells, pairs, strict=True)), totals, bounds)
-
-
-def _most(first: Array, last: Array, sizes: Array) -> int:
-    """The most bytes in use at once; what ends at an index is free for what begins there."""
-    times = np.concatenate((last, first))
-    changes = np.concatenate((-sizes, sizes))
-    return int(changes[np.argsort(times, kind="stable")].cumsum().max())

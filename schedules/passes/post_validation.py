@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from pentad.schedules.ir.columns import CODE, Array, op_mask
+from pentad.schedules.ir.columns import CODE, op_mask
 from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import Addition, insert
 from pentad.schedules.passes.optimizer_pass import complete_gradients
+from pentad.schedules.passes.transfers import first_rows
 
 VALIDATE, ROLLBACK, NORM = (Key(op, -1, -1) for op in (Op.VALIDATE, Op.ROLLBACK, Op.NORM))
 REPEATABLE = op_mask({Op.F, Op.SEND_F, Op.ALL_GATHER, Op.FREE, Op.OFFLOAD})  # may run again after ROLLBACK
@@ -52,13 +53,8 @@ def _first_unrepeatable(program: Program) -> list[int]:
     """By rank: position in its stream of the first instruction that must not run twice."""
     columns = program.columns
     sends, receives = program.lookup.transfers
-    backward = _first_rows(program, columns.rows_of(_IS_BACKWARD))
+    backward = first_rows(columns, columns.rows_of(_IS_BACKWARD))
     repeatable = REPEATABLE[columns.op]
     repeatable[receives[sends < backward[columns.rank[sends]]]] = True  # the sender sends again too
-    first = _first_rows(program, np.flatnonzero(~repeatable))
+    first = first_rows(columns, np.flatnonzero(~repeatable))
     return (columns.action[first] - columns.action_offsets[:-1]).tolist()
-
-
-def _first_rows(program: Program, rows: Array) -> Array:
-    """By rank: its first of these ascending rows, of which it has at least one."""
-    return rows[np.searchsorted(rows, program.columns.rank_offsets[:-1])]

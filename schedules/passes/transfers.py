@@ -62,7 +62,7 @@ def _plan_transfers(program: Program, costs: Costs, *, gated: bool, post_validat
         before[received] = _due(starts[first:end], ends[first:end], sent[received], after=gated) + first
     late = np.zeros(len(consumer), bool)
     if post_validation:
-        first_backward = _first_backwards(columns)
+        first_backward = columns.action[first_rows(columns, np.flatnonzero(columns.op != _F))]
         late = columns.action[producer] >= first_backward[source]
         limit = first_backward[target]
         before = np.where(late, np.maximum(before, limit), np.minimum(before, limit))
@@ -72,10 +72,9 @@ def _plan_transfers(program: Program, costs: Costs, *, gated: bool, post_validat
     return _Transfers(producer[order], consumer[order], before[order])
 
 
-def _first_backwards(columns: Columns) -> Array:
-    """By rank: its first action that is not a forward."""
-    rows = np.flatnonzero(columns.op != _F)
-    return columns.action[rows[np.searchsorted(rows, columns.rank_offsets[:-1])]]
+def first_rows(columns: Columns, rows: Array) -> Array:
+    """By rank: its first of these ascending rows, of which it has at least one."""
+    return rows[np.searchsorted(rows, columns.rank_offsets[:-1])]
 
 
 def _due(starts: Array, ends: Array, sent: Array, *, after: bool) -> Array:

@@ -44,7 +44,7 @@ def weight_pool(program: Program, rank: int, sharded: set[int]) -> Pool:
     own."""
     stages, numbers, first, last = _gathered(program, rank, sharded)
     held, index = np.unique(stages, return_inverse=True)
-    apart, in_use = np.zeros((len(held), len(held)), bool), _most_in_use(program, stages, first, last)
+    apart, in_use = np.zeros((len(held), len(held)), bool), _most_gathered(program, stages, first, last)
     overlaps = _overlaps(first, last)
     apart[index[overlaps[0]], index[overlaps[1]]] = True
     places = list(zip(stages.tolist(), numbers.tolist(), strict=True))
@@ -79,13 +79,20 @@ def _overlaps(first: Array, last: Array) -> tuple[Array, Array]:
     return a, b
 
 
-def _most_in_use(program: Program, stages: Array, first: Array, last: Array) -> tuple[int, ...]:
+def _most_gathered(program: Program, stages: Array, first: Array, last: Array) -> tuple[int, ...]:
     """The most elements that are gathered at once, by kind."""
     if not len(stages):
         return ()
     sizes = np.array([weight_sizes(program, stage) for stage in range(program.stages)], np.int64)[stages]
-    order = np.argsort(np.concatenate((first, last)), kind="stable")
-    return tuple(np.concatenate((sizes, -sizes))[order].cumsum(axis=0).max(axis=0).tolist())
+    return tuple(most_in_use(first, last, sizes).tolist())
+
+
+def most_in_use(first: Array, last: Array, sizes: Array) -> Array:
+    """The most in use at once of pieces with these sizes, by column; what ends at an index is free for what begins
+    there."""
+    order = np.argsort(np.concatenate((last, first)), kind="stable")
+    found: Array = np.concatenate((-sizes, sizes))[order].cumsum(axis=0).max(axis=0)
+    return found
 
 
 def gradient_pool(program: Program, rank: int) -> Pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,16 +50,13 @@ def build(
         print(f"{out}: {held}, vocabulary of {corpus.vocab_size:,}")
 
 
-class _ProgressLine:
+class _ProgressLine(AbstractContextManager["_ProgressLine"]):
     """Notes, and one line on stderr that is rewritten; where it cannot be, a line now and then."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
         self.status = self.console.status("") if self.console.is_terminal else None
         self.shown = 0.0
-
-    def __enter__(self) -> _ProgressLine:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.status:

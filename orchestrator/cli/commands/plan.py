@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -53,8 +54,17 @@ def plan(
         room = device_memory("cuda", memory, gpu=gpu_of(command.config.cluster))
         return show_search(command, gpus or command.config.mesh.size, room, Console(), as_json=as_json)
     from pentad.orchestrator.api.plans import planned
-    from pentad.orchestrator.cli.show_plan import show_plan
+    from pentad.orchestrator.cli.show_schedule import output_file, write
     from pentad.orchestrator.config.config import load
 
     found = planned(load(file, overrides), device, memory, pool or (), draws or 0)
-    return show_plan(found, Console(), html=html, trace=trace, as_json=as_json)
+    if html is not None:
+        write("--html", html, found.memory_page())
+    if trace is not None:
+        with output_file("--trace", trace) as path:
+            found.write_trace(path)
+    if as_json:
+        print(json.dumps(found.facts()))
+    else:
+        Console().print(found, crop=False)
+    return int(not found.ok)

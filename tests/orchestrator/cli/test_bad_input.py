@@ -21,18 +21,10 @@ from pentad.workers.data.sources import described, open_sources
 SMALL = ["cluster.device=cpu", "cluster.dashboard=false", "run.steps=2", "model.vocab=300"]
 CASES = {
     "unknown key": (["modle.layers=3"], ["modle.layers", "model.layers"]),
-    "unknown key of a section": (["optimizer.learning_rat=1"], ["optimizer.learning_rat", "optimizer.learning_rate"]),
-    "wrong kind": (["model.layers=many"], ["model.layers", "many"]),
-    "fewer layers than stages": (["model.layers=3"], ["model.layers is 3", "4"]),
-    "too few microbatches": (["schedule.name=dualpipe", "schedule.microbatches=4"], ["microbatches is 4", "8"]),
     "odd microbatches": (
         ["schedule.name=dualpipe", "schedule.microbatches=9", "batch.global_batch_size=9"],
         ["9", "even"],
     ),
-    "odd ranks": (["schedule.name=dualpipe", "mesh.pp=3"], ["mesh.pp", "3", "even"]),
-    "unknown schedule": (["schedule.name=zb-h3"], ["zb-h3", "zb-h"]),
-    "batch that does not divide": (["batch.global_batch_size=15"], ["batch.global_batch_size is 15", "8"]),
-    "axis that does not divide": (["mesh.tp=3"], ["model.heads is 8", "mesh.tp = 3"]),
     "missing corpus": (["data.path=nowhere"], ["data.path", "nowhere"]),
     "unknown builtin": (["data.path=builtin:everything"], ["builtin:everything", "builtin:pydoc"]),
     "corpus of too many tokens": (
@@ -42,7 +34,6 @@ CASES = {
     "corpus shorter than a sequence": (["data.path=corpus", "batch.sequence_length=100000"], ["data.path", "100001"]),
     "too few GPUs": (["cluster.device=cuda"], ["GPU", "4"]),
     "no such cluster": (["cluster.address=127.0.0.1:1"], ["cluster.address", "127.0.0.1:1"]),
-    "no such file": (["nothing.yaml"], ["nothing.yaml"]),
 }
 STARTS_RAY = ("too few GPUs",)
 

@@ -84,8 +84,7 @@ def test_gpus_of_a_node_are_used_in_index_order() -> None:
 def test_full_nodes_come_before_partial_ones() -> None:
     places = on_nodes([6, 4, 2])  # replicas of 4 ranks: one fits on the node of 4, the next starts on the node of 6
     order = order_places(places, Mesh(dp=3, pp=4))
-    mesh = Mesh(dp=3, pp=4)
-    first = [places[order[rank]].node for rank in mesh.group(("pp",), 0)]
+    first = [places[order[rank]].node for rank in Mesh(dp=3, pp=4).group(("pp",), 0)]
     assert first == ["node1"] * 4
 
 

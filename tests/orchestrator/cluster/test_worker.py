@@ -214,8 +214,7 @@ def test_an_older_checkpoint_that_cannot_be_deleted_fails_no_commit(
     monkeypatch.setattr(module, "delete_older", refused)
     folder = tmp_path / "checkpoints" / "step-00000001"
     folder.mkdir(parents=True)
-    shards = [write_shard(folder, "a.safetensors", {"w": torch.zeros(2)}).plain()]
-    worker.commit(3, str(folder), 1, shards, {})
+    worker.commit(3, str(folder), 1, [write_shard(folder, "a.safetensors", {"w": torch.zeros(2)}).plain()], {})
     assert "Permission denied" in worker.prune(3, str(folder), 1, ())
     assert read_manifest(folder).step == 1
 

@@ -109,8 +109,7 @@ def test_status_shows_spares_that_wait(pentad: Pentad, served: Served) -> None:
 
 
 def test_status_shows_the_last_evaluation_and_when_the_next_is_due(pentad: Pentad, served: Served) -> None:
-    losses = EvalView("wiki", 4, 2.5), EvalView("code", 4, None)
-    served.control.on_view(seen(evaluations=losses, next_evaluation=8))
+    served.control.on_view(seen(evaluations=(EvalView("wiki", 4, 2.5), EvalView("code", 4, None)), next_evaluation=8))
     assert " evaluation after 4 steps: wiki 2.5000  code -  next after 8 steps\n" in pentad("status", "trial")[1]
     served.control.on_view(seen(next_evaluation=0))
     assert " evaluation: next after 0 steps\n" in pentad("status", "trial")[1]

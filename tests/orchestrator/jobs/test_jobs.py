@@ -82,8 +82,7 @@ def test_a_custom_schedule_is_sent_with_its_job(tmp_path: Path) -> None:
     file = tmp_path / "mine" / "my.py"
     file.parent.mkdir()
     file.write_text(OWN)
-    config = load(None, [f"schedule.name={file}:mine"])
-    environment = job_package.runtime_environment(config, tmp_path)
+    environment = job_package.runtime_environment(load(None, [f"schedule.name={file}:mine"]), tmp_path)
     work = Path(environment["working_dir"])
     assert (work / "my.py").read_text() == OWN
     written = (work / job_package.CONFIG).read_text()

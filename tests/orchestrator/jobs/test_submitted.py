@@ -43,8 +43,7 @@ class User:
 
     def pentad(self, *arguments: str) -> tuple[int, str, str]:
         self.capsys.readouterr()
-        status = main(list(arguments))
-        return status, *self.capsys.readouterr()
+        return main(list(arguments)), *self.capsys.readouterr()
 
     def query(self, *arguments: str) -> Any:
         """The JSON output of a command, which must succeed."""

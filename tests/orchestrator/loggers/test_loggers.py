@@ -193,8 +193,7 @@ def test_a_logger_that_hangs_neither_slows_the_run_nor_lives_on(
 
 
 def test_the_numbers_of_a_row_are_logged_by_name() -> None:
-    given = row(7, loss=2.5, grad_norm=None, skipped=True, sources={"web": {"loss": 1.0}, "name": "text"})
-    found = numbers_of(given)
+    found = numbers_of(row(7, loss=2.5, grad_norm=None, skipped=True, sources={"web": {"loss": 1.0}, "name": "text"}))
     assert (found["train/loss"], found["train/skipped"], found["train/sources/web/loss"]) == (2.5, True, 1.0)
     assert not {"train/grad_norm", "train/mfu", "train/step", "train/time", "train/sources/name"} & found.keys()
 

@@ -151,8 +151,7 @@ def test_weights_stay_gathered_through_the_microbatches_where_they_fit() -> None
 
 
 def test_where_nothing_fits_the_plan_is_that_with_the_least_memory() -> None:
-    config = config_of("mesh.dp=2", "memory.recompute=auto")
-    words = choices(config, DeviceMemory(2**20, ""))
+    words = choices(config_of("mesh.dp=2", "memory.recompute=auto"), DeviceMemory(2**20, ""))
     assert needed(config_of("mesh.dp=2", *words)) <= needed(config_of("mesh.dp=2", "memory.recompute=full"))
 
 
@@ -177,8 +176,7 @@ def test_plan_prints_the_choice(pentad: Pentad) -> None:
     arguments = ("plan", *SIZES, *BATCH, "--device", "cuda", "memory.recompute=auto")
     facts = json.loads(pentad(*arguments, "--memory", "100", "--json")[1])
     assert facts["chosen"] == ["memory.recompute=none"]
-    share = facts["fits"]["needed"] * 0.8 / 2**30
-    status, out, _ = pentad(*arguments, "--memory", f"{share:.3f}")
+    status, out, _ = pentad(*arguments, "--memory", f"{facts['fits']['needed'] * 0.8 / 2**30:.3f}")
     assert status == 0 and " chosen: memory.recompute=" in out
 
 

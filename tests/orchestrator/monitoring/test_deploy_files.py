@@ -63,8 +63,7 @@ def test_promtool_accepts_the_rules() -> None:
 
 def test_promtool_accepts_the_scrape_configs_with_and_without_ray(tmp_path: Path) -> None:
     promtool("check", "config", "--syntax-only", SCRAPES)
-    text = SCRAPES.read_text()
-    head, _, tail = text.partition("  # - job_name")
+    head, _, tail = SCRAPES.read_text().partition("  # - job_name")
     everything = f"{head}  - job_name{tail}".replace("\n  #   ", "\n    ")
     assert len(yaml.safe_load(everything)["scrape_configs"]) == 2
     (tmp_path / "prometheus.yml").write_text(everything)

@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from pentad.orchestrator.api.plans import planned as planned_run
-from pentad.orchestrator.cli.show_plan import show_plan
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring import display as display_module
 from pentad.orchestrator.monitoring.display import Display, RunStream, print_summary, sparkline
@@ -62,8 +61,7 @@ def row(step: int, **more: object) -> dict:
 
 def planned(*overrides: str) -> tuple[Plan, Costs, list[RankView]]:
     plan = make_plan(load(None, list(overrides)), "cpu")
-    costs = costs_of(plan)
-    return plan, costs, ranks(plan, 0)
+    return plan, costs_of(plan), ranks(plan, 0)
 
 
 def ranks(plan: Plan, step: int) -> list[RankView]:
@@ -217,8 +215,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def words_at(width: int, steps: int = 12) -> list[list[str]]:
     """The words of each line of a live table, without its bars, after `steps` steps with long figures."""
-    mesh = ("mesh.dp=2", "mesh.cp=2", "mesh.tp=2", "batch.global_batch_size=32")
-    plan, _, _ = planned(*mesh)
+    plan, _, _ = planned("mesh.dp=2", "mesh.cp=2", "mesh.tp=2", "batch.global_batch_size=32")
     screen = console(terminal=True, width=width)
     with Display(screen, "a-run-with-a-long-name-of-its-own", 100_000) as display:
         for step in range(steps):
@@ -262,7 +259,7 @@ def test_the_tables_of_pentad_plan_drop_columns_but_no_digits() -> None:
     config, texts = load(None, ["mesh.dp=2"]), []
     for width in (200, 44):
         screen = console(terminal=False, width=width)
-        show_plan(planned_run(config, "cuda", 80.0), screen, as_json=False)
+        screen.print(planned_run(config, "cuda", 80.0), crop=False)
         texts.append(shown(screen))
     wide, narrow = (set(re.findall(r"(?<=\s)\d[\d.,]*(?=\s)", text)) for text in texts)
     assert "…" not in texts[1] and narrow <= wide

@@ -21,8 +21,7 @@ ROWS = st.lists(st.tuples(st.just("907.5 ms"), st.just("67.4 %"), TEXT, TEXT), m
 @given(rows=ROWS, width=st.integers(50, 120))
 def test_every_word_of_wrapped_columns_and_every_value_is_shown_whole(rows: list[tuple[str, ...]], width: int) -> None:
     out = io.StringIO()
-    table = fitted_table(HEADS, rows, width, drop=("share",), wrapped=HEADS[2:])
-    Console(file=out, width=width).print(table)
+    Console(file=out, width=width).print(fitted_table(HEADS, rows, width, drop=("share",), wrapped=HEADS[2:]))
     lines, shown = out.getvalue().splitlines(), out.getvalue().split()
     assert max(map(len, lines)) <= width and "…" not in out.getvalue()
     words = [word for row in rows for cell in (row[0], *row[2:]) for word in cell.split()]

@@ -31,8 +31,7 @@ def test_balance_is_of_the_samples_that_steps_read(tmp_path: Path, packing: Pack
     dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
     work = []
     for source, index in zip(*(each.tolist() for each in dataset.rows(0)), strict=True):
-        starts = dataset.sample(source, index).document_starts
-        read = np.diff([*starts, 8]).tolist()
+        read = np.diff([*dataset.sample(source, index).document_starts, 8]).tolist()
         work.append(read)
     lengths = [row.tolist() for row in dataset.document_lengths(0)]
     assert all(read[: len(each)] == each and sum(each) <= 8 for read, each in zip(work, lengths, strict=True))

@@ -235,8 +235,7 @@ def test_experts_multiply_in_8_bits_if_they_are_to() -> None:
 def test_a_table_of_rates_decides_about_experts(tmp_path: Path, times: float) -> None:
     """Of experts with their rows: with others it says the opposite. Each of 128 tokens visits two of four."""
     narrow = (32.0, 1e9 / times), (64.0, times * 1e9), (128.0, 1e9 / times)
-    experts = ExpertRates.uniform(1e9, 1e9, 1e9), ExpertRates(narrow, narrow, narrow)
-    rates = replace(rates_of("cpu"), experts=experts)
+    rates = replace(rates_of("cpu"), experts=(ExpertRates.uniform(1e9, 1e9, 1e9), ExpertRates(narrow, narrow, narrow)))
     found = RateTable(version=4, gpu=CPU, measured="2026-01-01", ranks=(1, 1), assumed=(), rates=rates)
     write_table(found, tmp_path / "rates.json")
     plan = plan_with({"matmul": "fp8-block"}, model=LARGE, cluster={"rates": str(tmp_path / "rates.json")})

@@ -125,8 +125,7 @@ def test_groups_gain_where_the_network_is_slow() -> None:
     sizes = "schedule.microbatches=2", "batch.global_batch_size=64", "cluster.device=cuda"
     seconds = dict[int, list[float]]()
     for shards in ("null", "8", "4"):
-        config = load(LLAMA_8B, [*words, *sizes, f"zero.shards={shards}"])
-        plan = make_plan(config, "cuda", proved=False)
+        plan = make_plan(load(LLAMA_8B, [*words, *sizes, f"zero.shards={shards}"]), "cuda", proved=False)
         for gigabits in (400, 25):
             rates = replace(rates_of_plan(plan), inter_host=Links.uniform(60e-6, gigabits / 8 * 1e9))
             seconds.setdefault(gigabits, []).append(step_seconds(simulate(plan.program, costs_of(plan, rates))))
@@ -169,6 +168,5 @@ def test_a_smaller_mesh_has_no_fewer_shards_than_asked_for(shards: int, ranks: i
 
 
 def test_ranks_of_a_group_move_together() -> None:
-    words = "mesh.dp=4", "mesh.pp=1", "zero.stage=1", "zero.shards=2"
-    plan = plan_with(*words, hosts=(0, 0, 1, 1))
+    plan = plan_with("mesh.dp=4", "mesh.pp=1", "zero.stage=1", "zero.shards=2", hosts=(0, 0, 1, 1))
     assert with_ranks_beside([1], plan) == (0, 1) and with_ranks_beside([1, 2], plan) == (0, 1, 2, 3)

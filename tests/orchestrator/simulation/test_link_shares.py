@@ -116,8 +116,7 @@ def test_measured_steps_deviate_no_more_than_predicted(number: int, monkeypatch:
         return 12 * model.vocab * model.hidden / piece.mesh.tp / rates.memory
 
     monkeypatch.setattr(cost_model, "lookup_seconds", of_all_rows)
-    path = ROOT / "tests" / "bench" / "results" / "jitter-2xh200.json"
-    run = json.loads(path.read_text())["runs"][number]
+    run = json.loads((ROOT / "tests" / "bench" / "results" / "jitter-2xh200.json").read_text())["runs"][number]
     words = [*run["overrides"], "cluster.gpu=NVIDIA H200", "cluster.rates=builtin"]
     found = plan_band(make_plan(load(ROOT / Path(run["config"]), words), "cuda", proved=False), 64)
     low, middle, high = run["step_seconds"]

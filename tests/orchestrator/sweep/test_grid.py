@@ -29,8 +29,7 @@ def trials(*words: str, search: int = 0, gpus: tuple[int, ...] = (), most: int =
 @settings(max_examples=10)
 @given(st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=3, unique=True), min_size=1, max_size=4))
 def test_a_grid_has_every_combination_once(values: list[list[int]]) -> None:
-    words = [f"a.k{number}={','.join(map(str, each))}" for number, each in enumerate(values)]
-    found = grid(words)
+    found = grid([f"a.k{number}={','.join(map(str, each))}" for number, each in enumerate(values)])
     assert len(set(found)) == len(found) == prod(map(len, values))
     for point in found:
         assert all(int(word.partition("=")[2]) in each for word, each in zip(point.words, values, strict=True))

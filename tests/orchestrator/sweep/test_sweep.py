@@ -146,8 +146,7 @@ def test_the_tables_hold_the_rows(tmp_path: Path) -> None:
 
 
 def damaged(path: Path) -> Iterator[bytes]:
-    data = path.read_bytes()
-    yield data[:-9]
+    yield path.read_bytes()[:-9]
     yield b""
     for changed in ({"outcome": "fine"}, {"trial": None}):
         table = pa.Table.from_pylist([TrialRow("a", "", "")._asdict() | changed], schema=SCHEMA)

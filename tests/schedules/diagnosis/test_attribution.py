@@ -110,8 +110,7 @@ def test_parts_add_up_and_a_simulated_step_has_only_the_bubble_of_its_schedule(
 def test_what_costs_nothing_has_no_part(name: str, ranks: int, memory: str) -> None:
     program = program_of(name, ranks, memory)
     costs = replace(costs_of(program), transfer=0.0, norm=0.0, reduce=(), gather=(), offload=())
-    mesh = mesh_of(ranks, {})
-    steps = attribute(program, mesh, simulate(program, costs), costs)
+    steps = attribute(program, mesh_of(ranks, {}), simulate(program, costs), costs)
     assert sums(steps, "between stages") == sums(steps, "parameters") == sums(steps, "copies") == 0
 
 

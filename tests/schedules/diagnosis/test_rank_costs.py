@@ -15,8 +15,7 @@ from pentad.schedules.spec.mesh import Mesh
 
 def times(program: Program, mesh: Mesh, costs: Costs, slow: dict[int, float]) -> tuple[RankTime, ...]:
     """Of a step in which the pipelines do not wait for each other; ranks take that many times as long."""
-    spans = simulate(program, costs).spans
-    found = times_of_step(program, Mesh(pp=mesh.pp), spans, ())
+    found = times_of_step(program, Mesh(pp=mesh.pp), simulate(program, costs).spans, ())
     return tuple(
         each._replace(rank=rank, seconds=each.seconds * slow.get(rank, 1.0))
         for rank in range(mesh.size)
@@ -29,8 +28,7 @@ def times(program: Program, mesh: Mesh, costs: Costs, slow: dict[int, float]) ->
 def test_costs_are_those_of_the_fastest_replica_and_slowness_that_of_the_slowest(name: str) -> None:
     program, mesh = compile_program(name, 3, 6), Mesh(dp=2, pp=3)
     costs = Costs((2.0, 2.0, 3.0), (4.0, 4.0, 6.0), (4.0, 4.0, 6.0))
-    slow = mesh.move(mesh.size - 1, pp=1)
-    found = costs_of_ranks(program, mesh, [times(program, mesh, costs, {slow: 1.25})])
+    found = costs_of_ranks(program, mesh, [times(program, mesh, costs, {mesh.move(mesh.size - 1, pp=1): 1.25})])
     assert found is not None and found.slowdown == pytest.approx((1.0, 1.25, 1.0))
     for field in ("forward", "backward", "weight"):
         assert getattr(found, field) == pytest.approx(getattr(costs, field))
@@ -39,8 +37,7 @@ def test_costs_are_those_of_the_fastest_replica_and_slowness_that_of_the_slowest
 def test_one_odd_step_does_not_count_and_missing_ops_are_refused() -> None:
     program, mesh, costs = compile_program("1f1b", 2, 4), Mesh(pp=2), Costs((1.0, 2.0), (1.0, 2.0), (1.0, 2.0))
     usual = times(program, mesh, costs, {})
-    odd = times(program, mesh, costs, {1: 9.0})
-    found = costs_of_ranks(program, mesh, [usual, odd, usual])
+    found = costs_of_ranks(program, mesh, [usual, times(program, mesh, costs, {1: 9.0}), usual])
     assert found is not None and found.forward == pytest.approx((1.0, 2.0)) and found.slowdown == (1.0, 1.0)
     assert costs_of_ranks(program, mesh, [[each for each in usual if each.rank == 0]]) is None
 

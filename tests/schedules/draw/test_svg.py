@@ -40,8 +40,7 @@ def test_every_compute_span_is_one_bar_of_its_op(name: str, unit: float) -> None
 
 
 def test_bars_do_not_overlap_or_leave_the_figure() -> None:
-    text = svg_grid(timeline("1f1b"), title="t")
-    root = ElementTree.fromstring(text)
+    root = ElementTree.fromstring(svg_grid(timeline("1f1b"), title="t"))
     for group in root.iter(f"{SVG}g"):
         if group.get("class") == "b":
             spans = [(float(r.get("x", 0)), float(r.get("width", 0))) for r in group]
@@ -119,8 +118,7 @@ def panel_bars(text: str, ranks: int) -> list[list[tuple[str, float, float]]]:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v", "dualpipe"])
 def test_a_comparison_draws_every_span_once_on_one_time_axis(name: str) -> None:
     simulated = timeline(name, unit=5e-3)
-    text = svg_comparison(measured(simulated), simulated, title=name)
-    above, below = panel_bars(text, 4)
+    above, below = panel_bars(svg_comparison(measured(simulated), simulated, title=name), 4)
     for bars_of_panel in (above, below):
         assert sorted(op for op, _, _ in bars_of_panel) == sorted(span.op for span in simulated.compute)
     for (_, long_x, _), (_, x, _) in zip(above, below, strict=True):

@@ -122,8 +122,7 @@ def test_equal_timelines_give_equal_bytes(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_recording_still_opens(tmp_path: Path) -> None:
-    plan = simulated("1f1b")
-    cut = Timeline("measured", tuple(span for span in plan.spans if span.start < 8e-3))
+    cut = Timeline("measured", tuple(span for span in simulated("1f1b").spans if span.start < 8e-3))
     assert all(len(pair) == 2 for pair in bound(events_of(tmp_path, cut)).values())
     assert events_of(tmp_path, Timeline("measured", ())) == []
 

@@ -231,8 +231,7 @@ def test_units_go_to_the_host_beside_later_compute_and_come_back_in_time(name, p
             if key.op is Op.RELOAD:
                 backward = next(place[each] for op in (Op.B, Op.BW) if (each := Key(op, *key[1:])) in place)
                 assert backward - at == 1 + prefetch  # it goes before as many compute actions before its backward
-    costs = Costs.uniform(program.stages)
-    simulate(program, replace(costs, offload=(0.5,) * program.stages))
+    simulate(program, replace(Costs.uniform(program.stages), offload=(0.5,) * program.stages))
 
 
 @pytest.mark.parametrize("units", [1, pytest.param(2, marks=pytest.mark.slow)])

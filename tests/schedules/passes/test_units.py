@@ -44,8 +44,7 @@ def test_every_unit_does_the_work_of_its_stage(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_of_units_are_proven_and_take_as_long(name: str) -> None:
     """At equal costs of units without communication: cutting stages moves nothing."""
-    order = generate(name, 2, 4)
-    split = compile_program(name, 2, 4, memory_options=MemoryOptions(units=(2,) * order.stages))
+    split = compile_program(name, 2, 4, memory_options=MemoryOptions(units=(2,) * generate(name, 2, 4).stages))
     whole = compile_program(name, 2, 4)
     costs = Costs.uniform(split.stages, chunks=split.chunks, slices=split.slices)
     makespan = simulate_step_time(split, costs)[0]

@@ -1,4 +1,4 @@
-"""Recomputation that saves nothing, or is not needed, is reported."""
+"""Recomputation that saves nothing, or is not needed, is reported; and ZeRO that needs more memory than less of it."""
 
 from __future__ import annotations
 
@@ -43,3 +43,24 @@ def test_recomputation_for_the_sake_of_the_host_is_not(pentad: Pentad) -> None:
     kept = facts["ranks"][0]["memory"]
     gib = (kept["host"] + kept["snapshot"]) * 1.01 / 2**30
     assert "note" not in json.loads(pentad(*given, f"memory.host_gib={gib}")[1])["fits"]
+
+
+ZERO_MODEL = [
+    "model.hidden=512",
+    "model.heads=8",
+    "model.kv_heads=8",
+    "model.ffn=2048",
+    "model.layers=16",
+    "model.vocab=512",
+]
+ZERO_STEP = ["schedule.microbatches=8", "batch.global_batch_size=16", "memory.unit_layers=1"]
+ZERO_GIVEN = ("plan", *ZERO_MODEL, *ZERO_STEP, "mesh.dp=2", "--device", "cuda", "--json")
+ZERO_CASES = [(name, zero) for name in ("dualpipe", "dualpipev", "1f1b") for zero in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("name", "zero", "pp"), [*((*case, 2) for case in ZERO_CASES), ("1f1b", 3, 16)])
+def test_zero_is_told_only_where_it_needs_more_than_the_first(pentad: Pentad, name: str, zero: int, pp: int) -> None:
+    words = f"schedule.name={name}", f"mesh.pp={pp}"
+    found, first = (json.loads(pentad(*ZERO_GIVEN, *words, f"zero.stage={stage}")[1])["fits"] for stage in (zero, 1))
+    is_told = found.get("note", "").startswith(f"zero.stage is {zero}, with which the run needs ")
+    assert is_told == (found["needed"] > first["needed"]) == (pp == 16)

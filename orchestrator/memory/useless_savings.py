@@ -1,4 +1,4 @@
-"""Whether a run recomputes for nothing."""
+"""Whether a run recomputes for nothing, or needs more memory because it shards more."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pentad.schedules.spec.plan import Plan
 WORTH = 0.01  # of the memory: less saves nothing
 RESET = "recompute=none", "recompute_layers=null", "recompute_stages=null", "recompute_fraction=1.0"
 WITHOUT = tuple(f"memory.{key}" for key in RESET)
+LESS_ZERO = "zero.stage=1", "zero.max_gathered=null", "zero.reduce=null"
 
 
 def recompute_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
@@ -32,3 +33,17 @@ def recompute_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
     if saved <= WORTH * fit.needed:
         return f"{key}, which saves {format_bytes(max(0, saved))}: {pace}, at assumed rates"
     return f"{key}, but the run needs {format_bytes(without.needed)} without it, which fits: {pace}, at assumed rates"
+
+
+def zero_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
+    """A sentence if the run needs less memory with ZeRO-1, which has no buffers for what others gather and reduce; else
+    ''."""
+    if plan.zero < 2:
+        return ""
+    other = make_plan(with_words(config, LESS_ZERO), plan.device, memory=fit.device, proved=False)
+    more = fit.needed - fit_of(other, fit.device).needed
+    if more <= 0:
+        return ""
+    held = plan.program.placement[plan.mesh.coordinates(fit.rank).pp]
+    why = f"full weights and gradients of two units are held at once, and rank {fit.rank} has {len(held)}"
+    return f"zero.stage is {plan.zero}, with which the run needs {format_bytes(more)} more than with 1: {why}"
