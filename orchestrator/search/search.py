@@ -39,7 +39,7 @@ from pentad.orchestrator.search.placement_bounds import order_bound, placement_b
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.result import Missed, Refusal, SearchResult
 from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, reset, space_of, with_setting
-from pentad.orchestrator.search.time_bounds import Timed, compute_order
+from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.gc_pause import gc_paused
@@ -243,10 +243,10 @@ class _Search:
             self._push(order_bound(each.layout, order, shape.microbatches), each)
 
     def _groups(self, branch: LaidOut) -> None:
-        """By ZeRO's stage and gathered units, with the order that is made here."""
+        """By ZeRO's stage and gathered units, with the order that is made here if any may fit."""
         setting, layout, is_plain, is_saving, shardings = branch
         saved = most_saving(self.space, setting, layout, is_plain, is_saving)
-        timed = Timed(layout, compute_order(layout, setting.order, setting.microbatches))
+        timed = Timed(layout, setting.order, setting.microbatches)
         bounds = MemoryBounds(layout, timed)
         for row in shardings:
             if self._may_fit(bounds, saved, row):
