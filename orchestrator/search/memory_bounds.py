@@ -96,9 +96,9 @@ def _beside(layout: Layout, units: Sequence[int], sizes: Sequence[tuple[int, int
     one is gathered, and while the gradients of one are reduced, those of the next one are added up. `sizes` are those
     of all units."""
     stage_of = layout.stage_of
-    pairs = [pair for pair in pairwise(units) if stage_of[pair[0]] == stage_of[pair[1]]]
-    groups = [*pairs, *((unit,) for unit in units)]
-    return sum(max(sum(sizes[unit][kind] for unit in group) for group in groups) for kind in (0, 1))
+    pairs = {(sizes[a], sizes[b]) for a, b in pairwise(units) if stage_of[a] == stage_of[b]}
+    groups = [*pairs, *((size,) for size in {sizes[unit] for unit in units})]
+    return sum(max(sum(size[kind] for size in group) for group in groups) for kind in (0, 1))
 
 
 def _frozen(layout: Layout, held: LayerRange) -> int:
