@@ -108,8 +108,8 @@ class Chain:
 
 
 class Fitting(NamedTuple):
-    """A setting that fits, the seconds of its step and the bytes of its fullest rank; and its plan, not proved yet, if
-    that is the one that its configuration has."""
+    """A setting that fits, the seconds of its step and the bytes of its fullest rank; and its plan, if that is the one
+    that its configuration has."""
 
     setting: Setting
     seconds: float

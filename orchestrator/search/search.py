@@ -3,7 +3,7 @@
 A heap has branches of the space by the least time that any plan in them can take (placement_bounds.py, time_bounds.py),
 and planned settings by the time that they do take. The first of the heap is divided, or planned, until it is a planned
 setting: then nothing in its mesh is faster. Plans whose memory bound exceeds the device are never compiled
-(memory_bounds.py).
+(memory_bounds.py); where it does for any order, no order is made.
 
 Recomputation and offloading take time and save memory, so in a `Chain` of settings that do more and more of one, the
 first that fits is the fastest: it is found by bisection, where memory says no sooner. So is the first that fits beside
@@ -376,8 +376,8 @@ class _Search:
         return False
 
     def _proved(self, timed: Fitting) -> Planned | None:
-        """As the whole configuration plans it, evaluation included, which may leave no room for CUDA graphs; None if
-        that does not fit."""
+        """Its plan, if it has it; or else as the whole configuration plans it, evaluation included, which may leave no
+        room for CUDA graphs: None if that does not fit."""
         config = with_setting(self.config, timed.setting, self.held)
         if timed.plan is not None:
             for program in timed.plan.trained_programs:
