@@ -90,6 +90,10 @@ class Variants:
             )
         )
 
+    def is_exact(self, plan: Plan) -> bool:
+        """Whether one of these plans is the one that `make_plan` makes, with no RECOMPUTE that takes no time."""
+        return plan.recompute == self._by_program[id(plan.program)].plan.recompute
+
     def fit(self, plan: Plan) -> Fit:
         """The fit of one of these plans."""
         return fit_of_ranks(memories(plan, self._by_program[id(plan.program)].state), self.room)

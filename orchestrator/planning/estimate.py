@@ -226,8 +226,8 @@ def _receive_slots(program: Program, pp: int) -> set[tuple[int, int]]:
 
 
 def memories(plan: Plan, state: States | None = None) -> list[dict[str, int]]:
-    """`memory` of every rank; those with the same stages need the same, except that Muon's ZeRO shards differ."""
-    differ = plan.optimizer.name == "muon" and plan.zero > 0
+    """`memory` of every rank; those with the same stages need the same, unless their shards differ."""
+    differ = shards_differ(plan)
 
     @cache
     def found(rank: int) -> dict[str, int]:
@@ -235,6 +235,12 @@ def memories(plan: Plan, state: States | None = None) -> list[dict[str, int]]:
 
     pipeline = (plan.mesh.coordinates(rank).pp for rank in range(plan.mesh.size))
     return [found(rank if differ else plan.mesh.move(0, pp=pp)) for rank, pp in enumerate(pipeline)]
+
+
+def shards_differ(plan: Plan) -> bool:
+    """Whether ranks with the same stages need different memory: with Muon, as matrices are in one ZeRO shard or in
+    another."""
+    return plan.optimizer.name == "muon" and plan.zero > 0
 
 
 def fullest_bytes(plan: Plan, limit: int, state: States | None = None) -> int:

@@ -14,6 +14,7 @@ from pentad.orchestrator.search.memory_bounds import MemoryBounds
 from pentad.orchestrator.search.space import Order, Setting, Sharding
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.plan import Plan
 
 
 class Shape(NamedTuple):
@@ -107,10 +108,13 @@ class Chain:
 
 
 class Fitting(NamedTuple):
-    """A setting that fits, and the seconds of its step."""
+    """A setting that fits, the seconds of its step and the bytes of its fullest rank; and its plan, if that is the one
+    that its configuration has."""
 
     setting: Setting
     seconds: float
+    bytes: int
+    plan: Plan | None
 
     @property
     def mesh(self) -> Mesh:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,8 +34,8 @@ from pentad.orchestrator.planning.parameter_collectives import (
     replica_seconds,
 )
 from pentad.orchestrator.planning.planning import default_gathered
-from pentad.orchestrator.search.space import Order, Setting
-from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
+from pentad.orchestrator.search.space import Order, Placement, Setting, placement_of
+from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import Array
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -48,7 +48,6 @@ from pentad.schedules.spec.plan import split_layers_into_units
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.validate import check_divisibility
 
-Placement = tuple[tuple[int, ...], ...]
 T = TypeVar("T")
 
 
@@ -68,13 +67,6 @@ class UnitBytes(NamedTuple):
     forward: int
     backward: int
     both: int
-
-
-@lru_cache(maxsize=4096)
-def placement_of(order: Order, ranks: int, microbatches: int, slices: int) -> Placement:
-    """The stages of every pipeline rank. Raises PentadError for sizes that the schedule does not allow."""
-    spec = spec_of(order.name, ranks, microbatches, order.options._replace(slices=slices if slices > 1 else None))
-    return tuple(CATALOGUE[order.name].placement(rank, spec) for rank in range(ranks))
 
 
 class Work:
@@ -295,6 +287,13 @@ class Layout:
     def kinds(self) -> tuple[int, ...]:
         """The kind of each unit: units of one kind cost and hold the same."""
         return tuple(map(self.work.kind, self.layers))
+
+    @cached_property
+    def alike(self) -> list[int]:
+        """For each pipeline rank the first one with the same kinds of units in its stages."""
+        of_stages = [tuple(map(self.kinds.__getitem__, units)) for units in self.units_of_stages]
+        of_ranks = [[of_stages[stage] for stage in held] for held in self.placement]
+        return [*map(of_ranks.index, of_ranks)]
 
     def _of_kinds(self, value: Callable[[LayerRange], T]) -> tuple[T, ...]:
         """A value of each unit."""

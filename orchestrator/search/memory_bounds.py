@@ -58,10 +58,9 @@ def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
 
 def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, *, buffers: bool = True) -> int:
     """Weights, gradients, master weights and moments of a pipeline rank, and the smallest buffers that ZeRO needs."""
-    units = layout.units_of_ranks[rank]
-    key = "state", tuple(layout.kinds[unit] for unit in units), zero, max_gathered, buffers
+    key = "state", layout.alike[rank], zero, max_gathered, buffers
     if key not in layout.known:
-        layout.known[key] = _state_bytes(layout, units, zero, max_gathered, buffers=buffers)
+        layout.known[key] = _state_bytes(layout, layout.units_of_ranks[rank], zero, max_gathered, buffers=buffers)
     return int(layout.known[key])
 
 
@@ -97,9 +96,9 @@ def _beside(layout: Layout, units: Sequence[int], sizes: Sequence[tuple[int, int
     one is gathered, and while the gradients of one are reduced, those of the next one are added up. `sizes` are those
     of all units."""
     stage_of = layout.stage_of
-    pairs = [pair for pair in pairwise(units) if stage_of[pair[0]] == stage_of[pair[1]]]
-    groups = [*pairs, *((unit,) for unit in units)]
-    return sum(max(sum(sizes[unit][kind] for unit in group) for group in groups) for kind in (0, 1))
+    pairs = {(sizes[a], sizes[b]) for a, b in pairwise(units) if stage_of[a] == stage_of[b]}
+    groups = [*pairs, *((size,) for size in {sizes[unit] for unit in units})]
+    return sum(max(sum(size[kind] for size in group) for group in groups) for kind in (0, 1))
 
 
 def _frozen(layout: Layout, held: LayerRange) -> int:
@@ -147,23 +146,38 @@ class MemoryBounds:
         last = len(layout.placement) - 1
         self.ranks = dict.fromkeys((0, last, *range(last)))
         self._held = cache(lambda rank: _held(timed.program, rank, is_local=layout.mesh.is_local))
-        self._known = cache(self._activations_of)
+        self._known = dict[tuple[object, ...], int]()
 
     def least(self, setting: Setting, limit: float = inf) -> int:
-        """Bytes of the fullest rank with a setting, or of the first one that exceeds the limit; those of a custom
-        model's activations, which take long to count, are left out."""
-        found = 0
-        for rank in self.ranks:
-            state = state_bytes(self.layout, rank, setting.zero, setting.max_gathered)
-            found = max(found, state + (self._activations(rank, setting) if self.layout.model.custom is None else 0))
-            if found > limit:
-                break
+        """Bytes of the fullest rank with a setting, or of the first one that exceeds the limit, which it may do in any
+        order; those of a custom model's activations, which take long to count, are left out."""
+        layout, found = self.layout, 0
+        saving = setting.recompute, setting.recompute_layers, setting.offload
+        kinds = (self._in_any_order, layout.alike, layout.known), (self._activations, self.ranks, self._known)
+        for activations, ranks, known in kinds:
+            for rank in ranks:
+                state = state_bytes(layout, rank, setting.zero, setting.max_gathered)
+                if layout.model.custom is None and (key := (rank, *saving)) not in known:
+                    known[key] = activations(rank, setting)
+                found = max(found, state + int(known.get(key, 0)))
+                if found > limit:
+                    return found
         return found
 
-    def _activations(self, rank: int, setting: Setting) -> int:
-        return self._known(rank, setting._replace(zero=0, max_gathered=None))  # which do not count here
+    def _in_any_order(self, rank: int, setting: Setting) -> int:
+        """At the first backward of each stage. That of the last one comes first, and a piece of all stages is saved;
+        where stages have mirrors, of its own."""
+        held = self.layout.placement[rank]
+        stages = {stage: self._of_stage(stage, setting) for stage in held}
+        saved = {stage: sum(each.saved for each in units) for stage, units in stages.items()}
+        taken = {
+            stage: saved[stage] + min(_during("B", units), _during("BW", units)) for stage, units in stages.items()
+        }
+        if self.layout.holders == 1:
+            taken[max(held)] += sum(saved.values()) - saved[max(held)]
+        return max(taken.values())
 
-    def _activations_of(self, rank: int, setting: Setting) -> int:
+    def _activations(self, rank: int, setting: Setting) -> int:
         if setting.offload:
             return self._beside_copies(rank, setting)
         stages = self.layout.placement[rank]

@@ -17,7 +17,7 @@ from pentad.orchestrator.search.placement_bounds import even_seconds
 from pentad.orchestrator.search.planned import Planned, plan_setting
 from pentad.orchestrator.search.search import SearchResult, search
 from pentad.orchestrator.search.space import AXES
-from pentad.orchestrator.search.time_bounds import Timed, compute_order, update_seconds
+from pentad.orchestrator.search.time_bounds import Timed, update_seconds
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.plan import Plan
@@ -52,7 +52,7 @@ def shares_of(planned: Planned) -> Shares:
     setting, plan = planned.setting, planned.plan
     work = Work(planned.config if plan.cuda_graphs else with_words(planned.config, ("cluster.cuda_graphs=false",)))
     layout = work.layout_of(setting)
-    timed = Timed(layout, compute_order(layout, setting.order, setting.microbatches))
+    timed = Timed(layout, setting.order, setting.microbatches)
     flops = flops_per_token(plan.model, plan.batch.sequence_length, frozen=plan.lora is not None)
     products = plan.batch.tokens * flops / plan.mesh.size / work.rates.flops
     in_layers = even_seconds(work, setting.mesh, setting.microbatches)

@@ -3,7 +3,7 @@
 A heap has branches of the space by the least time that any plan in them can take (placement_bounds.py, time_bounds.py),
 and planned settings by the time that they do take. The first of the heap is divided, or planned, until it is a planned
 setting: then nothing in its mesh is faster. Plans whose memory bound exceeds the device are never compiled
-(memory_bounds.py).
+(memory_bounds.py); where it does for any order, no order is made.
 
 Recomputation and offloading take time and save memory, so in a `Chain` of settings that do more and more of one, the
 first that fits is the fastest: it is found by bisection, where memory says no sooner. So is the first that fits beside
@@ -27,7 +27,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.copy_slots import NCCL, most_copied
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.variants import Variants
-from pentad.orchestrator.planning.estimate import GRAPHS_BYTES, simulated_seconds
+from pentad.orchestrator.planning.estimate import GRAPHS_BYTES, shards_differ, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan
@@ -39,11 +39,12 @@ from pentad.orchestrator.search.placement_bounds import order_bound, placement_b
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.result import Missed, Refusal, SearchResult
 from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, reset, space_of, with_setting
-from pentad.orchestrator.search.time_bounds import Timed, compute_order
+from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.verify.check import check
 
 LISTED = 5
 ROUNDING = 1e-9
@@ -97,6 +98,7 @@ class _Search:
     def __init__(self, config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str]) -> None:
         self.config, self.space, self.device, self.held = config, space, device, held
         self.compared = without_evaluation(config)
+        self.evaluates_nothing = self.compared == config
         self.work, self.found = Work(reset(config, held)), SearchResult(device, space, held)
         self._heap: list[tuple[float, int, Branch]] = []
         self._numbers = count()
@@ -119,7 +121,7 @@ class _Search:
             if isinstance(branch, Fitting):
                 proved = self._proved(branch)
                 if proved is not None and proved.seconds > branch.seconds * (1 + ROUNDING):
-                    self._push(proved.seconds, Fitting(branch.setting, proved.seconds))
+                    self._push(proved.seconds, Fitting(branch.setting, proved.seconds, proved.bytes, proved.plan))
                 elif proved is not None:
                     listed_meshes.add(mesh)
                     self.found.choices.append(proved)
@@ -243,10 +245,10 @@ class _Search:
             self._push(order_bound(each.layout, order, shape.microbatches), each)
 
     def _groups(self, branch: LaidOut) -> None:
-        """By ZeRO's stage and gathered units, with the order that is made here."""
+        """By ZeRO's stage and gathered units, with the order that is made here if any may fit."""
         setting, layout, is_plain, is_saving, shardings = branch
         saved = most_saving(self.space, setting, layout, is_plain, is_saving)
-        timed = Timed(layout, compute_order(layout, setting.order, setting.microbatches))
+        timed = Timed(layout, setting.order, setting.microbatches)
         bounds = MemoryBounds(layout, timed)
         for row in shardings:
             if self._may_fit(bounds, saved, row):
@@ -360,7 +362,8 @@ class _Search:
                     self.crowded.add(setting.mesh)
                 return needed, None
             seconds = variants.seconds(plan)
-            self._push(seconds, Fitting(setting, seconds))
+            is_final = self.evaluates_nothing and variants.is_exact(plan) and not shards_differ(plan)
+            self._push(seconds, Fitting(setting, seconds, needed, plan if is_final else None))
             return needed - GRAPHS_BYTES * (plan.cuda_graphs and self.config.cluster.cuda_graphs is None), seconds
         except (PentadError, ScheduleError) as error:  # the simulation finds a deadlock, since nothing is proven yet
             self._refuse(setting.mesh, PentadError(str(error)))
@@ -373,9 +376,13 @@ class _Search:
         return False
 
     def _proved(self, timed: Fitting) -> Planned | None:
-        """As the whole configuration plans it, evaluation included, which may leave no room for CUDA graphs; None if
-        that does not fit."""
+        """Its plan, if it has it; or else as the whole configuration plans it, evaluation included, which may leave no
+        room for CUDA graphs: None if that does not fit."""
         config = with_setting(self.config, timed.setting, self.held)
+        if timed.plan is not None:
+            for program in timed.plan.trained_programs:
+                check(program, replicas=config.mesh.replicas)
+            return Planned(timed.setting, config, timed.plan, timed.seconds, timed.bytes)
         with suppress(PentadError):
             plan = make_plan(config, "cuda", memory=self.device)
             fit = fit_of(plan, self.device)

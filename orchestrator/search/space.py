@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig, load, unchecked
 from pentad.orchestrator.planning.hardware import ranks_on_host
-from pentad.schedules.catalogue import CATALOGUE, NO_OPTIONS, generate
+from pentad.schedules.catalogue import CATALOGUE, NO_OPTIONS, generate, spec_of
 from pentad.schedules.ir.columns import op_mask
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
@@ -42,6 +42,7 @@ RESET: dict[str, Any] = {
 }
 PLAIN = {"name": "1f1b", "microbatches": 1, "chunks": None}  # a schedule that goes with every mesh
 TRANSPORT = "cluster.transport"  # tried only where nothing else makes a mesh fit
+Placement = tuple[tuple[int, ...], ...]
 Sharding = tuple[int, int | None]  # a stage of ZeRO, gathered units
 _W = op_mask({Op.W})
 
@@ -282,3 +283,10 @@ def splits_backward(order: Order) -> bool:
     """Whether a schedule has W apart from B."""
     found: Program = generate(order.name, 2, 8, order.options)
     return bool(_W[found.columns.op].any())
+
+
+@lru_cache(maxsize=4096)
+def placement_of(order: Order, ranks: int, microbatches: int, slices: int) -> Placement:
+    """The stages of every pipeline rank. Raises PentadError for sizes that the schedule does not allow."""
+    spec = spec_of(order.name, ranks, microbatches, order.options._replace(slices=slices if slices > 1 else None))
+    return tuple(CATALOGUE[order.name].placement(rank, spec) for rank in range(ranks))

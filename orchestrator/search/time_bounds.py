@@ -38,21 +38,22 @@ def update_seconds(work: Work, costs: Costs) -> float:
     return 0.0 if work.config.schedule.post_validation else costs.norm + costs.step
 
 
-def compute_order(layout: Layout, order: Order, microbatches: int) -> Program:
-    """As `compile_program` generates it."""
-    ranks, slices = len(layout.placement), layout.piece.slices
-    if "costs" not in CATALOGUE[order.name].accepts:
-        return layout.work.order(order, ranks, microbatches, slices)
-    return generate(order.name, ranks, microbatches, order.options, layout.of_order)
-
-
 @dataclass(frozen=True, eq=False)
 class Timed:
     """A compute order, simulated with the costs of a layout and free transfers between its actions. Its parts are
     stages; or units, where a forward is interleaved with a backward, whose units then end in another order."""
 
     layout: Layout
-    program: Program
+    order: Order
+    microbatches: int
+
+    @cached_property
+    def program(self) -> Program:
+        """As `compile_program` generates it. Raises PentadError for sizes that the schedule does not allow."""
+        ranks, work, order = len(self.layout.placement), self.layout.work, self.order
+        if "costs" not in CATALOGUE[order.name].accepts:
+            return work.order(order, ranks, self.microbatches, self.layout.piece.slices)
+        return generate(order.name, ranks, self.microbatches, order.options, self.layout.of_order)
 
     @cached_property
     def _known(self) -> dict[tuple[bool, int | None, bool], float]:

@@ -228,15 +228,13 @@ def gradient_waits(program: Program, rank: int) -> Iterator[tuple[int, int]]:
 
 def meeting_stages(program: Program, pool: Pool) -> dict[int, set[int]]:
     """For each stage in a pool of gradients, the stages that share elements with it, itself included."""
-    stages = [stage for stage, _ in pool.offsets]
-    return {stage: {stage, *(other for other in stages if meet(program, pool, stage, other))} for stage in stages}
-
-
-def meet(program: Program, pool: Pool, stage: int, other: int) -> bool:
-    """Whether the gradients of two stages have elements in common in a rank's pool."""
-    parts = zip(pool.offsets[stage, 0], gradient_sizes(program, stage), strict=True)
-    others = zip(pool.offsets[other, 0], gradient_sizes(program, other), strict=True)
-    return any(max(a, b) < min(a + size, b + length) for (a, size), (b, length) in zip(parts, others, strict=True))
+    stages, begins = [stage for stage, _ in pool.offsets], np.array([*pool.offsets.values()])
+    ends = begins + np.array([gradient_sizes(program, stage) for stage in stages]).reshape(begins.shape)
+    meet = (np.maximum(begins[:, None], begins) < np.minimum(ends[:, None], ends)).any(axis=-1)
+    return {
+        stage: {stage, *(stages[other] for other in np.flatnonzero(row))}
+        for stage, row in zip(stages, meet, strict=True)
+    }
 
 
 def accumulations(program: Program, rank: int, sharded: set[int]) -> Iterator[tuple[bool, int, int]]:

@@ -42,7 +42,7 @@ from pentad.orchestrator.search.space import (
     space_of,
     with_setting,
 )
-from pentad.orchestrator.search.time_bounds import Timed, compute_order
+from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.events import acyclic_events
@@ -188,7 +188,7 @@ def test_no_plan_takes_less_than_its_bounds(seed: int, shards: int | None) -> No
             continue
         mesh, count, order = setting[:3]
         layout = work.layout_of(setting)
-        timed = Timed(layout, compute_order(layout, order, count))
+        timed = Timed(layout, order, count)
         plain = timed.bound(setting.zero, setting.max_gathered)
         coarse = work.layout(mesh, count, order, None, by_layer=False, shards=setting.shards or 0)
         bounds = [shape_bound(work, mesh, count, work.slices(order)), placement_bound(coarse, order, count), plain]
@@ -205,7 +205,7 @@ def test_bounds_are_those_of_the_order_that_a_plan_has(name: str) -> None:
     config = config_of(("layers=4", "hidden=256", "heads=4", "kv_heads=4", "ffn=768", "vocab=131072"), 16, 512)
     setting = Setting(Mesh(pp=2), 8, Order(name))
     plan, layout = plan_setting(config, setting, ()).plan, Work(config).layout_of(setting)
-    order = compute_order(layout, setting.order, setting.microbatches)
+    order = Timed(layout, setting.order, setting.microbatches).program
     assert split_into_units(order, layout.units).streams == plan.program.compute().streams
 
 

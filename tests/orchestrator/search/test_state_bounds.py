@@ -25,7 +25,7 @@ def test_no_order_is_made_where_no_mesh_holds_its_state(monkeypatch: pytest.Monk
     sizes += ["mla.v_head_dim=128", "experts.num_experts=256", "experts.top_k=8", "experts.intermediate_size=2048"]
     sizes += ["experts.first_k_dense=1"]
     config = load(None, [*(f"model.{each}" for each in sizes), *WORDS])
-    monkeypatch.setattr("pentad.orchestrator.search.search.compute_order", made)
+    monkeypatch.setattr("pentad.orchestrator.search.search.Timed", made)
     found = search(config, 8, DeviceMemory(100 * 2**30, "of a GPU that holds the first and the last stage"))
     assert not found.choices
     for setting in (

@@ -10,6 +10,7 @@ from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.offload_arena import Arena, arena
 from pentad.schedules.passes.offload_cut import ALIGNMENT, cut
+from pentad.schedules.passes.zero_buffers import first_fit
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 SIZES = [("gpipe", 2, 4), ("1f1b", 4, 8), ("zb-h2", 2, 6), ("zb-v", 2, 6), ("dualpipe", 2, 4), ("looped-bfs", 2, 4)]
@@ -54,6 +55,20 @@ def test_no_two_activations_share_an_address_at_one_time(name: str, p: int, m: i
             times = [sum(slots[cell[0]][side] for cell, (a, b) in lives.items() if a <= t < b) for t in range(9999)]
             assert max(times) <= found.bounds[side] <= found.bytes[side] <= 1.25 * found.bounds[side]
             assert found.bounds[side] - max(times) < ALIGNMENT * len(lives)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "looped-bfs"])
+def test_activations_of_equal_size_lie_where_first_fit_puts_them(name: str) -> None:
+    """Slots for equal sizes are found without comparing all lifetimes."""
+    program = compiled(name, 2, 6)
+    for rank in range(2):
+        slots = [(2 * ALIGNMENT, ALIGNMENT)] * program.stages
+        equal, lives = arena(program, rank, slots), lifetimes(program, rank)
+        first, last = np.array([lives[cell] for cell in equal.offsets]).T
+        apart = (first[:, None] < last) & (first < last[:, None])
+        for side, size in enumerate(slots[0]):
+            expected = first_fit(np.full(len(first), size), apart)
+            assert [at[side] for at in equal.offsets.values()] == expected.tolist()
 
 
 def test_a_rank_without_copies_needs_no_memory() -> None:

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.zero_buffers import gradient_pool, meet, sharded_stages, weight_pool, weight_sizes
+from pentad.schedules.passes.zero_buffers import (
+    gradient_pool,
+    meeting_stages,
+    sharded_stages,
+    weight_pool,
+    weight_sizes,
+)
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 SIZES = st.lists(st.sampled_from([0, 64, 128, 448, 1024]), min_size=8, max_size=8)
@@ -54,14 +60,15 @@ def test_gradients_that_accumulate_together_never_share_elements(name, ranks, un
     """Nor with those of the stage that was reduced just before, unless the sum waits for it."""
     program = compiled(name, ranks, units, sizes, 2)
     for rank, stream in enumerate(program.streams):
-        pool, accumulating, reduced = gradient_pool(program, rank), set[int](), dict[int, Key]()
+        meeting, accumulating = meeting_stages(program, gradient_pool(program, rank)), set[int]()
+        reduced = dict[int, Key]()
         for part in instructions_of(stream):
             if part.op is Op.REDUCE_SCATTER:
                 accumulating.discard(part.stage)
                 reduced.pop(part.stage, None)
                 reduced[part.stage] = part.key
             elif part.op in (Op.W, Op.BW) and part.stage not in accumulating:
-                assert not any(meet(program, pool, part.stage, other) for other in accumulating)
-                met = [key for stage, key in reduced.items() if meet(program, pool, part.stage, stage)]
+                assert not meeting[part.stage] & accumulating
+                met = [key for stage, key in reduced.items() if stage in meeting[part.stage]]
                 assert not met or met[-1] in part.waits
                 accumulating.add(part.stage)
