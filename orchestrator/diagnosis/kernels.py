@@ -15,10 +15,10 @@ from pentad.orchestrator.monitoring.runfolder import saved_config
 from pentad.orchestrator.monitoring.tables import fitted_table, line
 from pentad.orchestrator.planning.formatting import format_percent
 from pentad.orchestrator.records.profiles import SavedProfile, folder_of, load_profile, profiled_steps
-from pentad.schedules.draw.palette import grouped
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.step_profile import KERNEL, OpTime, op_times
+from pentad.schedules.simulate.timeline import grouped
 
 MOST_NAMES = 5  # of an op, on the terminal
 OTHER_COLUMNS = 42  # characters

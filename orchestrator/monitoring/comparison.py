@@ -12,14 +12,13 @@ from pentad.orchestrator.simulation.layer_spans import planned_messages, with_la
 from pentad.schedules.diagnosis.step_path import Piece, step_paths
 from pentad.schedules.draw.html import RunProgram, timeline_page
 from pentad.schedules.draw.page_program import DrawnMemory, DrawnMessages, PathPiece, saved_activations
-from pentad.schedules.draw.palette import grouped
 from pentad.schedules.draw.svg import svg_comparison
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.simulate.timeline import Span, Timeline, grouped
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.mesh import Mesh, to_mesh_ranks
 from pentad.schedules.spec.model import ModelSpec

@@ -25,8 +25,8 @@ import grpc
 import ray
 
 from pentad.orchestrator.monitoring.run_state import RunView, Watcher
-from pentad.schedules.draw.palette import grouped, op_style
-from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.draw.palette import op_style
+from pentad.schedules.simulate.timeline import Span, grouped
 from pentad.schedules.spec.mesh import Coordinates
 
 MIN_INTERVAL_SECONDS = 1.0  # between two pushes

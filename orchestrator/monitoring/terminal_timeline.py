@@ -7,8 +7,8 @@ from rich.style import Style
 from rich.text import Text
 
 from pentad.schedules.draw.grid import Cell, letter
-from pentad.schedules.draw.palette import OP_STYLES, grouped, op_style, shades, text_colour
-from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.draw.palette import OP_STYLES, op_style, shades, text_colour
+from pentad.schedules.simulate.timeline import Span, Timeline, grouped
 
 
 def is_coloured(console: Console) -> bool:

@@ -19,10 +19,9 @@ from pentad.orchestrator.page.page_data import PageData
 from pentad.orchestrator.page.saved_plan import last_config, last_places, planned_again
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.diagnosis import rank_times
-from pentad.schedules.draw.palette import grouped
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
-from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.simulate.timeline import Timeline, grouped
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.telemetry import GpuState

@@ -12,11 +12,10 @@ from typing import NamedTuple, cast
 
 from pentad.schedules.diagnosis.attribution import FIRST_START, part_of
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, HOST, StepView, kind_of
-from pentad.schedules.draw.palette import grouped
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Action, Key
 from pentad.schedules.ir.program import Program
-from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.simulate.timeline import Timeline, grouped
 from pentad.schedules.spec.mesh import Mesh
 
 Place = tuple[int, Key]  # a rank of the mesh, and an instruction of it

@@ -21,7 +21,6 @@ from pentad.schedules.draw.page_program import (
 )
 from pentad.schedules.draw.palette import (
     BACKGROUNDS,
-    grouped,
     nanoseconds,
     op_style,
     ordered_ops,
@@ -36,7 +35,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.critical_path import critical_path
-from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline
+from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline, grouped
 from pentad.schedules.spec.mesh import Mesh
 
 STYLES = ("page.css", "panels.css")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline
 
@@ -54,8 +53,6 @@ SERIES = (  # of curves, on a light and a dark background; like ops they differ 
 )
 OTHER = OpStyle("other", "#b6bcc6", "#6b7380", "generic_work")
 ROWS = ("compute", "layers", "receive", "send", "p2p", "gather", "reduce", "copy")
-_Key = TypeVar("_Key", bound=Hashable)
-_Item = TypeVar("_Item")
 
 
 def op_style(op: str) -> OpStyle:
@@ -101,14 +98,6 @@ def row_order(rows: Iterable[str]) -> list[str]:
     """Distinct rows in drawing order: compute, messages inside layers, transfers, collectives, copies, then any others
     by name."""
     return sorted(set(rows), key=lambda row: (ROWS.index(row) if row in ROWS else len(ROWS), row))
-
-
-def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """The items of each key, in their order."""
-    found = defaultdict[_Key, list[_Item]](list)
-    for item in items:
-        found[key(item)].append(item)
-    return dict(found)
 
 
 def zero_of(timeline: Timeline) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pentad.schedules.draw.palette import BACKGROUNDS, grouped, op_style
-from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.draw.palette import BACKGROUNDS, op_style
+from pentad.schedules.simulate.timeline import Timeline, grouped
 
 WIDTH, ROW, GAP = 1200, 16, 2  # pixels
 IDLE = (238, 240, 243)

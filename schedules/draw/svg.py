@@ -11,7 +11,6 @@ from html import escape
 from pentad.schedules.draw.palette import (
     BACKGROUNDS,
     OP_STYLES,
-    grouped,
     nanoseconds,
     op_style,
     shades,
@@ -20,7 +19,7 @@ from pentad.schedules.draw.palette import (
     zero_of,
 )
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline
+from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline, grouped
 
 MARGIN, LEFT = 16, 74  # pixels: around the figure, and from its edge to time zero
 HEADER, HEADING, AXIS = 54, 36, 30  # pixels: heights of title and legend, of a panel's heading, of the time axis

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from pentad.schedules.draw.palette import grouped, nanoseconds, op_style, row_of, row_order, stack_overlaps
+from pentad.schedules.draw.palette import nanoseconds, op_style, row_of, row_order, stack_overlaps
 from pentad.schedules.simulate.step_profile import ASYNC, KERNEL, ProfileEvent, nested
-from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.simulate.timeline import Span, Timeline, grouped
 
 Event = dict[str, Any]
 Profiles = Mapping[int, Sequence[ProfileEvent]]  # by rank

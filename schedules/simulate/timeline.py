@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,8 @@ from pentad.schedules.ir.instruction import Op
 
 LONGEST_SECONDS = 1e10  # on a timeline's clock: more than 300 years
 COMPUTE = frozenset({"F", "B", "W", "BW", "RECOMPUTE"})
+_Key = TypeVar("_Key", bound=Hashable)
+_Item = TypeVar("_Item")
 
 
 class Span(NamedTuple):
@@ -142,6 +145,14 @@ def _check_values(table: pa.Table) -> None:
     if len(backwards := np.flatnonzero(ends < starts)):
         row = backwards[0]
         raise PentadError(f"row {row} of the Arrow table ends at {ends[row]}: expected at least {starts[row]}")
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """The items of each key, in their order."""
+    found = defaultdict[_Key, list[_Item]](list)
+    for item in items:
+        found[key(item)].append(item)
+    return dict(found)
 
 
 def attributed_seconds(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:

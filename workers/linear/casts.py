@@ -117,13 +117,11 @@ class Casts:
     ) -> Fp8Forms:
         """With `amax`, x is a part of what that is of."""
         x, delayed = x.contiguous(), self._delayed(name, role)
-        if delayed is not None and self.is_known:
-            maxima = delayed.maxima if rows else None
-            return fp8_cast(x, self.recipe, role, twice(delayed.amax), rows=rows, columns=columns, maxima=maxima)
-        if amax is None and self.recipe.scaling == "tensor":
-            amax = self._measured(delayed, absolute_maximum(x), split)
+        if amax is None:
+            amax = self.amax(x, role, name, split)
         given = split.amax(x, self.recipe, rows=rows, columns=columns) if amax is None else twice(amax)
-        return fp8_cast(x, self.recipe, role, given, rows=rows, columns=columns)
+        maxima = delayed.maxima if delayed is not None and self.is_known and rows else None
+        return fp8_cast(x, self.recipe, role, given, rows=rows, columns=columns, maxima=maxima)
 
     def amax(self, x: Tensor, role: Role, name: str, split: SplitOver) -> Tensor | None:
         """[1, 1]: what an operand is scaled by, of which this rank has the part x; None: its tiles have their own."""
