@@ -290,8 +290,7 @@ class Worker:
         the CUDA driver. It takes no memory of a GPU."""
         pkgutil.resolve_name(self.runner_class)
         if device == "cuda":
-            pkgutil.resolve_name("pentad.kernels.backend:import_twins")()
-            pkgutil.resolve_name("pentad.workers.runtime.rank_setup:init_cuda")()
+            pkgutil.resolve_name("pentad.workers.runtime.rank_setup:warm_up")()
         return self.place()
 
     @ray.method(concurrency_group="control")

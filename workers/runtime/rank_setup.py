@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,14 @@ def init_cuda() -> None:
     # A lane that waits blocks every lane on its hardware queue; a program has more lanes than the default of 8 queues.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     torch.cuda.init()
+
+
+def warm_up() -> None:
+    """Imports what a rank on a GPU would import in its first generation, and initializes the CUDA driver."""
+    backend.import_twins()
+    # torch does at the first operation of a tensor subclass, such as SplitFloat32, and needs seconds for it.
+    importlib.import_module("torch.distributed.tensor")
+    init_cuda()
 
 
 def prepare_device(kind: str, gpu: int, *, graphs: bool = False) -> torch.device:

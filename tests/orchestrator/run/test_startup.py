@@ -78,3 +78,30 @@ print(*attend(x, x, x)[0].shape, bool(torch.rand(1, generator=torch.Generator().
 def test_ranks_leave_meta_kernels_to_models_that_may_need_them() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", DEFERRED], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["deferred", "1", "2", "3", "4", "True"]
+
+
+FIRST_STEP = """
+import sys, tempfile
+from pathlib import Path
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.workers.runtime import rank_setup
+from pentad.workers.runtime.runner import Runner
+
+sizes = ["mesh.pp=1", "schedule.name=1f1b", "schedule.microbatches=1", "model.layers=1", "precision.compute=bfloat16"]
+plan = make_plan(load(None, sizes), "cpu")
+rank_setup.init_cuda = lambda: None
+rank_setup.warm_up()
+warm = set(sys.modules)
+runner = Runner(plan, 0, Path(tempfile.mkdtemp(), "progress"))
+runner.connect(runner.serve("127.0.0.1", 30), 30)
+runner.restore(None)
+runner.run(0, 1)
+runner.close()
+print(*(name for name in set(sys.modules) - warm if name.partition(".")[0] in ("torch", "triton", "sympy")))
+"""
+
+
+def test_a_spare_has_imported_what_its_first_step_needs_of_torch() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", FIRST_STEP], capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.returncode) == ([], 0), done.stderr
