@@ -142,7 +142,7 @@ def measured(ranks: Ranks, args: argparse.Namespace, words: Words) -> dict[str, 
 
 
 def figures(found: PlannedRun, plan: Plan, answers: list[Any], args: argparse.Namespace) -> dict[str, Any]:
-    results, peaks, _, devices = zip(*answers, strict=True)
+    results, peaks, _, devices, _ = zip(*answers, strict=True)
     starts, ends = (
         [pick(getattr(span, at) for its in results for span in its[step].spans) for step in range(args.steps)]
         for pick, at in ((min, "start"), (max, "end"))

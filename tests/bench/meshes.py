@@ -1,6 +1,6 @@
-"""Trains configurations on meshes of one host without Ray: losses, tokens/s, planned and measured memory, and the step
-and its bubble as simulated with the costs of the same steps. With metrics.profile_steps=[N], also what the kernels of
-each rank took in that step, which itself takes longer.
+"""Trains configurations on meshes of one host without Ray: losses, tokens/s, planned and measured memory, the step and
+its bubble as simulated with the costs of the same steps, and clocks and power of GPUs. With metrics.profile_steps=[N],
+also what the kernels of each rank took in that step, which itself takes longer.
 
 PYTHONPATH=.typings:tests/support python tests/bench/meshes.py --out OUT deploy/jobs/llama-8b.yaml mesh.tp=4 -- \\
     deploy/jobs/llama-8b.yaml mesh.tp=1 mesh.pp=4 schedule.name=zb-h2
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_clocks import clocks, sampled
 from ranks import Ranks, connected
 from record import stamp, write
 from step_kernels import longest_kernels, step_kernels
@@ -64,18 +65,19 @@ def measure(ranks: Ranks, path: str, overrides: list[str], device: Device, warmu
 
 
 def train(connection: Connection, plan: Plan, rank: int) -> Any:
-    """(results of the steps, peak of allocated bytes, bytes used of the device at the end, device name)."""
+    """(results of the steps, peak of allocated bytes, bytes used of the device at the end, device name, its clocks)."""
+    steps = plan.optimizer.learning_rate.decay_steps
     with connected(connection, plan, rank) as runner:
-        results = runner.run(0, plan.optimizer.learning_rate.decay_steps)
-    cuda = plan.device == "cuda"
-    if not cuda:
-        return results, 0, 0, "CPU"
+        if plan.device == "cpu":
+            return runner.run(0, steps), 0, 0, "CPU", []
+        with sampled(torch.cuda.current_device()) as samples:
+            results = runner.run(0, steps)
     free, total = torch.cuda.mem_get_info()
-    return results, torch.cuda.max_memory_allocated(), total - free, torch.cuda.get_device_name()
+    return results, torch.cuda.max_memory_allocated(), total - free, torch.cuda.get_device_name(), samples
 
 
 def summarize(plan: Plan, answers: list[Any], warmup: int = WARMUP) -> dict[str, Any]:
-    results, peaks, used, devices = zip(*answers, strict=True)
+    results, peaks, used, devices, samples = zip(*answers, strict=True)
     steps = plan.optimizer.learning_rate.decay_steps
     starts = [min(span.start for its in results for span in its[step].spans) for step in range(steps)]
     end = max(span.end for its in results for span in its[-1].spans)
@@ -99,6 +101,7 @@ def summarize(plan: Plan, answers: list[Any], warmup: int = WARMUP) -> dict[str,
         "tokens_per_second_per_gpu": round(tokens_per_second / plan.mesh.size, 1),
         "mfu": mfu(tokens_per_second, plan, devices[0]),
         **simulated(plan, [tuple(span for its in results for span in its[step].spans) for step in timed]),
+        "clocks": [clocks(its, starts[warmup], end) for its in samples],
         "peak_gib": round(peaks[fullest] / 2**30, 2),
         "used_gib": round(max(used) / 2**30, 2),
         "planned_gib": round(planned[fullest] / 2**30, 2),
