@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pentad.orchestrator.activations.allocations import BYTES, FP8_TILE, INDEX, Piece, piece_of, wide_bytes
 from pentad.orchestrator.activations.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, instructions_of
-from pentad.schedules.passes.optimizer_pass import last_scatters
+from pentad.schedules.passes.optimizer_pass import last_reductions
 from pentad.schedules.passes.recompute import PARTS, recomputed_parts
 from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import Experts, ModelSpec
@@ -90,7 +90,7 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
     """All that a rank sends in a step, except sums of a few bytes at its end."""
     found, piece, copied = CommVolume(), piece_of(plan), plan.transport_along("tp") == "peer"
     stream, program = piece.stream(plan.model.hidden), plan.program.streams[plan.mesh.coordinates(rank).pp]
-    last = last_scatters(program)
+    last = last_reductions(program)
     for instruction in instructions_of(program):
         op, stage = instruction.op, instruction.stage
         if op in SENDS:
@@ -98,7 +98,7 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
         elif op is Op.ALL_GATHER or op in REDUCTIONS:
             for shard in _shared(plan, rank, instruction):
                 found.add("dp", op.value, *_collective(plan, instruction, shard))
-                if instruction.key in last:
+                if op is Op.REDUCE_SCATTER and instruction.key in last:
                     found.add("dp", Op.ALL_REDUCE.value, *_sum_of_replicas(plan, shard))
         elif op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE):
             mode = plan.recompute_mode(stage)

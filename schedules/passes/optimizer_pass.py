@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from pentad.schedules.ir.columns import CODE, key_columns
-from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of
+from pentad.schedules.ir.instruction import REDUCTIONS, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.lookup import IS_REDUCTION, IS_SEND, IS_WEIGHT
 from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.ir.rewrite import Addition, insert, insert_rows
@@ -63,10 +63,10 @@ def _after_sends(program: Program, rank: int, row: int) -> int:
     return columns.position(row)[1] + 1
 
 
-def last_scatters(stream: Stream) -> frozenset[Key]:
-    """The REDUCE_SCATTERs of a rank after which a stage's gradients are those of the step."""
-    scatters = (part for part in instructions_of(stream) if part.op is Op.REDUCE_SCATTER)
-    return frozenset({part.stage: part.key for part in scatters}.values())
+def last_reductions(stream: Stream) -> frozenset[Key]:
+    """The reductions of a rank after which a stage's gradients are those of the step."""
+    reductions = (part for part in instructions_of(stream) if part.op in REDUCTIONS)
+    return frozenset({part.stage: part.key for part in reductions}.values())
 
 
 def add_step(program: Program) -> Program:

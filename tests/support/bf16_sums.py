@@ -71,22 +71,15 @@ def assert_sums_of_rounded_terms(plan: Plan, reductions: Sequence[Sequence[Reduc
 @contextmanager
 def recorded_reductions(plan: Plan) -> Iterator[list[Reduced]]:
     """Those of every step that the rank in this process runs, if they are in bfloat16."""
-    from pentad.workers.runtime import executor, optimizer_step, zero
+    from pentad.workers.runtime import optimizer_step, zero
 
     found, terms = list[Reduced](), dict[ParamShard, list[torch.Tensor]]()
 
-    def record(shards: zero.ZeroShards, stage: int) -> None:
-        for shard, buffers in shards.trained[stage]:
+    def reduce(real: Callable[..., Any], self: zero.ZeroShards, part: Any, *more: Any, **options: Any) -> Any:
+        for shard, buffers in self.trained[part.stage]:
             assert buffers.gradients is not None
             terms.setdefault(shard, []).append(buffers.gradients.flat.clone())
-
-    def all_reduce(real: Callable[..., Any], self: executor.Executor, part: Any) -> Any:
-        record(self.shards, part.stage)
-        return real(self, part)
-
-    def scatter(real: Callable[..., Any], self: zero.ZeroShards, part: Any, *more: Any) -> Any:
-        record(self, part.stage)
-        return real(self, part, *more)
+        return real(self, part, *more, **options)
 
     def reduce_norm(real: Callable[..., Any], self: Any, *more: Any) -> Any:
         sums = {shard: each.gradient.clone() for shard, each in self._parameters().items()}
@@ -95,12 +88,11 @@ def recorded_reductions(plan: Plan) -> Iterator[list[Reduced]]:
         return real(self, *more)
 
     def wrapped(real: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: wrapper(real, *arguments)
+        return lambda *arguments, **options: wrapper(real, *arguments, **options)
 
     steps = (optimizer_step.BarrierStep, optimizer_step.PostValidatedStep)
     places: Mapping[tuple[type, str], Callable[..., Any]] = {
-        (executor.Executor, "_all_reduce"): all_reduce,
-        (zero.ZeroShards, "scatter"): scatter,
+        **{(zero.ZeroShards, name): reduce for name in ("all_reduce", "scatter")},
         **{(each, "reduce_norm"): reduce_norm for each in steps},
     }
     with ExitStack() as patches:

@@ -20,7 +20,7 @@ from pentad.workers.linear.fp8_gradients import KeptGradients, PendingSums
 from pentad.workers.linear.fp8_sample import GradientSums
 from pentad.workers.linear.fp8_samples import PendingSamples
 from pentad.workers.model.base_stage import BaseStage, StageInputs
-from pentad.workers.parallel.async_ops import Arrival, Task, host_waits, interleave, on_yield, run_to_completion
+from pentad.workers.parallel.async_ops import Task, host_waits, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.router_bias import PendingLoad, reports_load
 from pentad.workers.runtime.activation_offload import ActivationOffload
@@ -28,7 +28,6 @@ from pentad.workers.runtime.optimizer_step import OptimizerStep
 from pentad.workers.runtime.rank_program import IssuedStep, RankProgram
 from pentad.workers.runtime.results import total_load
 from pentad.workers.runtime.zero import Collectives, ZeroShards
-from pentad.workers.transport.group_collectives import all_reduce
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 
@@ -240,16 +239,12 @@ class Executor:
                 self.results[part.key], work = self.transport.receive(part, self._rows(part))
                 if work is not None:
                     self.lanes.end_with(part, [work])
-            case Op.ALL_REDUCE:
-                self._complete_gradients(part, part.stage)
-                self.lanes.end_with(part, self._all_reduce(part))
+            case Op.ALL_REDUCE | Op.REDUCE_SCATTER:
+                self._reduce(part)
             case Op.ALL_GATHER:
                 self.lanes.end_with(part, self.shards.gather(part, self.collectives, self._running.number))
             case Op.FREE:
                 self.shards.free(part)
-            case Op.REDUCE_SCATTER:
-                self._complete_gradients(part, part.stage)
-                self.lanes.end_with(part, self.shards.scatter(part, self.collectives))
             case Op.LOSS:
                 self.losses.reduce()
             case Op.NORM:
@@ -354,13 +349,17 @@ class Executor:
         self.lanes.join_sends()
         self.sent.clear()
 
-    def _all_reduce(self, part: Instruction) -> list[Arrival]:
-        works, buffers = list[Arrival](), self.stages[part.stage].param_buffers
-        for each, group in zip(buffers, self.groups.gradients[part.stage], strict=True):
-            assert each.gradients is not None
-            if group is not None and each.gradients.flat.numel():
-                works += all_reduce(each.gradients.flat, group, bf16=self.optimizer_step.plan.bf16_reduce)
-        return works
+    def _reduce(self, part: Instruction) -> None:
+        """Adds up a stage's gradients; once they are those of the step, also their squares, beside other backwards."""
+        self._complete_gradients(part, part.stage)
+        is_last = part.key in self._running.last_reductions
+        if part.op is Op.REDUCE_SCATTER:
+            works = self.shards.scatter(part, self.collectives, is_last=is_last)
+        else:
+            works = self.shards.all_reduce(part, self.groups)
+        self.lanes.end_with(part, works)
+        if is_last:
+            self.optimizer_step.totals.sum_squares(part.stage)
 
     def _rows(self, part: Instruction) -> int | None:
         """The rows of the residual stream that a transfer brings; None: as many as always."""

@@ -10,6 +10,7 @@ import torch
 
 from pentad.schedules.ir.instruction import SENDS, Key, Op, instructions_of
 from pentad.schedules.ir.program import Stream
+from pentad.schedules.passes.optimizer_pass import last_reductions
 from pentad.schedules.passes.send_lifetimes import ended_sends
 from pentad.schedules.spec.plan import Plan
 
@@ -26,6 +27,7 @@ class RankProgram:
     sources: dict[Key, Key]
     sent: frozenset[Key]  # whose results are sent
     ended_sends: dict[Key, tuple[Key, ...]]
+    last_reductions: frozenset[Key]
 
     @staticmethod
     def of(plan: Plan, number: int, rank: int) -> RankProgram:
@@ -35,7 +37,8 @@ class RankProgram:
         stream, microbatches = program.streams[pp], min(program.microbatches, plan.batch.microbatches)
         sources = resolve_inputs(stream)
         sent = frozenset(source for key, source in sources.items() if key.op in SENDS)
-        return RankProgram(number, microbatches, stream, program.forward_only, sources, sent, ended_sends(program, pp))
+        given = number, microbatches, stream, program.forward_only, sources, sent, ended_sends(program, pp)
+        return RankProgram(*given, last_reductions(stream))
 
 
 class IssuedStep(NamedTuple):

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction
-from pentad.schedules.passes.optimizer_pass import last_scatters
 from pentad.schedules.passes.zero_buffers import (
     TRAINED_KINDS,
     Pool,
@@ -43,7 +42,7 @@ B = TypeVar("B", bound=WeightBuffer)
 
 
 class ZeroShards:
-    """Runs ALL_GATHER, FREE and REDUCE_SCATTER. A stage without other holders is never sharded."""
+    """Runs ALL_GATHER, FREE, REDUCE_SCATTER and ALL_REDUCE. A stage without other holders is never sharded."""
 
     def __init__(self, plan: Plan, rank: int, stages: Mapping[int, BaseStage]) -> None:
         self.stages, program, pp = stages, plan.program, plan.mesh.coordinates(rank).pp
@@ -60,7 +59,6 @@ class ZeroShards:
         self.bound_pool: Pool | None = None
         self.in_8_bits: list[tuple[Fp8Shard, Group]] = []  # with the group of their holders
         self.tp_group: Group = None
-        self.last_scatters = [last_scatters(each.streams[pp]) for each in trained]
         self.replicas: dict[ParamShard, dist.ProcessGroup] = {}
         self.bf16_reduce, self.sums_in_lane = plan.bf16_reduce, held.gradient.is_cuda
         self.unsummed: list[Callable[[], list[Arrival]]] = []
@@ -144,7 +142,7 @@ class ZeroShards:
                 buffer.clear_weights()
         self.stages[part.stage].bind()
 
-    def scatter(self, part: Instruction, collectives: Collectives) -> list[Arrival]:
+    def scatter(self, part: Instruction, collectives: Collectives, *, is_last: bool) -> list[Arrival]:
         """REDUCE_SCATTER: this rank's shard of the sum of the full gradients, added to that of earlier microbatches;
         with the last one of the step, over all replicas of the shard."""
         works = list[Arrival]()
@@ -157,9 +155,18 @@ class ZeroShards:
                     given = shard, sums[segment.own], full[segment.full], self.program
                     scattered += collectives.reduce_scatter(*given, accumulate=accumulate, first=segment.full.start)
                 buffers.end_partial_sum()
-                if shard in self.replicas and part.key in self.last_scatters[self.program]:
+                if shard in self.replicas and is_last:
                     scattered = self._sum_after(scattered, sums, self.replicas[shard])
             works += scattered
+        return works
+
+    def all_reduce(self, part: Instruction, groups: ProcessGroups) -> list[Arrival]:
+        """ALL_REDUCE: the full gradients of a stage, where none are cut."""
+        works = list[Arrival]()
+        for (_, buffers), group in zip(self.trained[part.stage], groups.gradients[part.stage], strict=True):
+            assert buffers.gradients is not None
+            if group is not None and buffers.gradients.flat.numel():
+                works += all_reduce(buffers.gradients.flat, group, bf16=self.bf16_reduce)
         return works
 
     def sum_replicas(self) -> None:

@@ -18,7 +18,7 @@ from pentad.orchestrator.recovery.evictions import with_ranks_beside
 from pentad.orchestrator.recovery.fence import RecoveryState, handed_over, is_complete, owned, sources
 from pentad.orchestrator.recovery.placed_plans import shrunk_plan
 from pentad.schedules.ir.instruction import Op, instructions_of
-from pentad.schedules.passes.optimizer_pass import last_scatters
+from pentad.schedules.passes.optimizer_pass import last_reductions
 from pentad.schedules.simulate.costs import instruction_seconds
 from pentad.schedules.simulate.rates import Links
 from pentad.schedules.simulate.simulate import simulate
@@ -106,7 +106,7 @@ def test_the_last_scatter_of_each_stage_takes_the_time_of_the_sums_over_replicas
     seconds, plain = (instruction_seconds(plan.program, each) for each in (costs, replace(costs, reduce_replicas=())))
     columns = plan.program.columns
     more = {columns.key(row): seconds[row] - plain[row] for row in range(columns.rows) if seconds[row] != plain[row]}
-    last = {key for stream in plan.program.streams for key in last_scatters(stream)}
+    last = {key for stream in plan.program.streams for key in last_reductions(stream)}
     assert more.keys() == last
     assert all(each == pytest.approx(costs.reduce_replicas[key.stage]) for key, each in more.items())
 

@@ -172,7 +172,7 @@ class Rank:
             case Op.FREE:
                 self.zero.free(part)
             case Op.REDUCE_SCATTER:
-                self.zero.scatter(part, self.collectives)
+                self.zero.scatter(part, self.collectives, is_last=False)
             case Op.NORM:
                 self.lanes.enqueue(lambda: self._check_sums(step))
                 self.flags.write(("norm", self.rank), step + 1)
