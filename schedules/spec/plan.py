@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
@@ -312,16 +313,23 @@ def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 
     Raises PentadError for fewer layers than stages.
     """
     stages = _num_stages(layers, placement)
-    sizes = [1] * stages
+    sizes, holders = [1] * stages, [list[Sequence[int]]() for _ in range(stages)]
+    for held in placement:
+        for stage in held:
+            holders[stage].append(held)
 
     def cost(stage: int) -> float:
         return sizes[stage] + (head if stage == stages - 1 else 0.0)
 
     def load(stage: int) -> tuple[float, float, int]:
-        return max(sum(map(cost, held)) for held in placement if stage in held), cost(stage), -stage
+        return max(sum(map(cost, held)) for held in holders[stage]), cost(stage), -stage
 
+    least = [load(stage) for stage in range(stages)]
+    heapify(least)  # loads of earlier, which only grow
     for _ in range(layers - stages):
-        sizes[min(range(stages), key=load)] += 1
+        while (now := load(-least[0][2])) != least[0]:
+            heapreplace(least, now)
+        sizes[-now[2]] += 1
     return layers_of_sizes(sizes)
 
 
