@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
@@ -313,19 +313,14 @@ def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 
     Raises PentadError for fewer layers than stages.
     """
     stages = _num_stages(layers, placement)
-    sizes, holders = [1] * stages, [list[Sequence[int]]() for _ in range(stages)]
-    for held in placement:
-        for stage in held:
-            holders[stage].append(held)
-
-    def cost(stage: int) -> float:
-        return sizes[stage] + (head if stage == stages - 1 else 0.0)
+    sizes, heads = [1] * stages, [0.0] * (stages - 1) + [head]
+    holders = [[held for held in placement if stage in held] for stage in range(stages)]
 
     def load(stage: int) -> tuple[float, float, int]:
-        return max(sum(map(cost, held)) for held in holders[stage]), cost(stage), -stage
+        loads = (sum(sizes[each] + heads[each] for each in held) for held in holders[stage])
+        return max(loads), sizes[stage] + heads[stage], -stage
 
-    least = [load(stage) for stage in range(stages)]
-    heapify(least)  # loads of earlier, which only grow
+    least = sorted(map(load, range(stages)))  # a heap of loads of earlier, which only grow
     for _ in range(layers - stages):
         while (now := load(-least[0][2])) != least[0]:
             heapreplace(least, now)
