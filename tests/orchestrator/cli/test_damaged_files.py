@@ -197,6 +197,15 @@ def test_sizes_that_no_machine_has_are_refused(pentad: Pentad, words: tuple[str,
     assert err.count("\n") <= 1
 
 
+@pytest.mark.timeout(30)
+def test_a_model_whose_config_is_a_pipe_is_refused(pentad: Pentad) -> None:
+    Path("model").mkdir()
+    os.mkfifo("model/config.json")
+    status, _, err = pentad("import-hf", "model", "out")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "model/config.json is a pipe or device: expected a file" in err
+
+
 def test_escape_sequences_of_a_journal_are_shown_not_obeyed(pentad: Pentad, trial: Path) -> None:
     (trial / "control.json").unlink()
     with (trial / "journal.jsonl").open("a") as file:
