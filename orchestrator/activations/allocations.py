@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Literal, NamedTuple
 
@@ -148,13 +149,13 @@ class Piece(NamedTuple):
         return (rows * width * self.itemsize,)
 
     @property
-    def logit_chunks(self) -> list[int]:
-        """Rows of the chunks in which logits are made, each with as many of every tp rank; none where they are kept."""
+    def logit_chunks(self) -> Counter[int]:
+        """The chunks in which logits are made, by their rows, as many of every tp rank; none where logits are kept."""
         if not self.logit_rows:
-            return []
+            return Counter()
         tp, own = self.mesh.tp, self.tokens // self.mesh.tp
         step = max(1, self.logit_rows // tp)
-        return [tp * min(step, own - start) for start in range(0, own, step)]
+        return Counter({tp * step: own // step}) + Counter([tp * (own % step)] if own % step else [])
 
     def copy(self, hidden: int) -> int:
         """Bytes of a gathered stream, 0 without other tp ranks."""

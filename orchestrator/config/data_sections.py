@@ -7,10 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from pentad.orchestrator.config.errors import Broken, two_costs, within_or_auto
-from pentad.orchestrator.config.sections import Count, Section, Text
+from pentad.orchestrator.config.sections import Count, CountOrZero, Section, Text
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.data import DataSpec, SourceSpec, WeightChange
 from pentad.schedules.spec.eval_spec import HOLDOUT
@@ -176,7 +176,7 @@ class EvalSection(Section):
 
     data: list[EvalDataSection] | None = None
     """a corpus, or a list of {name, path}; evaluated besides what data.holdout holds out, which is called holdout"""
-    every: NonNegativeInt = 0
+    every: CountOrZero = 0
     """steps between evaluations; 0: only after the last step of the run"""
     at_start: bool = False
     """evaluate before the first step too"""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 
 from pentad.orchestrator.config.errors import Broken
-from pentad.orchestrator.config.sections import Port, Section, Text
+from pentad.orchestrator.config.sections import CountOrZero, Port, Section, Text
 
 MOST_PROFILES = 16  # each with less than 1 MB a rank
 
@@ -59,8 +59,8 @@ class MetricsSection(Section):
     """address on which the exporter, the control service and the run's page listen"""
     control_port: Port = Field(default=0, description="port of the control service; 0: a free one")
     page_port: Port = Field(default=0, description="port of the run's page; 0: a free one")
-    timeline_steps: NonNegativeInt = Field(default=5, description="last steps whose measured timeline is kept")
-    profile_steps: list[NonNegativeInt] = Field(default=[], max_length=MOST_PROFILES)
+    timeline_steps: CountOrZero = Field(default=5, description="last steps whose measured timeline is kept")
+    profile_steps: list[CountOrZero] = Field(default=[], max_length=MOST_PROFILES)
     """steps in which ranks run torch's profiler, for `pentad timeline RUN --profile`"""
 
     def step_rules(self, steps: int) -> Iterator[Broken]:

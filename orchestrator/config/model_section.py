@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from pentad.orchestrator.config.errors import Broken
-from pentad.orchestrator.config.sections import Count, Section
+from pentad.orchestrator.config.sections import MOST, Count, CountOrZero, Section
 from pentad.schedules.spec.model import MAX_LAYERS, LayerType, ModelSpec
 from pentad.workers.hf.config import parse_section
 from pentad.workers.hf.config_families import FAMILIES, OPTIONAL
@@ -24,7 +24,7 @@ class ExpertsSection(Section):
     num_experts: Count = Field(description="experts of a layer")
     top_k: Count = Field(description="experts that each token is routed to")
     intermediate_size: Count = Field(description="width of an expert")
-    shared_intermediate_size: NonNegativeInt = 0
+    shared_intermediate_size: CountOrZero = 0
     """width of the shared expert that every token passes; 0: there is none"""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """function of the router's logits"""
@@ -37,7 +37,7 @@ class ExpertsSection(Section):
     """weight of the router's z-loss, the mean squared log-sum-exp of its logits, which keeps them small"""
     bias_update_rate: NonNegativeFloat = 0.0
     """step by which routing biases balance the load without a loss; 0: they stay as they are"""
-    first_k_dense: NonNegativeInt = Field(default=0, description="first layers, which have no experts")
+    first_k_dense: CountOrZero = Field(default=0, description="first layers, which have no experts")
 
     def rules(self) -> Iterator[Broken | str]:
         groups, eligible = self.num_groups, self.num_experts // self.num_groups * self.topk_groups
@@ -53,7 +53,7 @@ class MLASection(Section):
     """Multi-head latent attention."""
 
     kv_lora_rank: Count = Field(description="width of the latent vector of keys and values")
-    q_lora_rank: NonNegativeInt = 0
+    q_lora_rank: CountOrZero = 0
     """width of the latent vector of queries; 0: queries come from the residual stream"""
     qk_nope_head_dim: Count = Field(description="width of the part of a query and key without rotary embedding")
     qk_rope_head_dim: Count = Field(description="width of the part with rotary embedding, even")
@@ -95,21 +95,21 @@ class ModelSection(Section):
     heads: Count = Field(description="query heads, a multiple of model.kv_heads")
     kv_heads: Count = Field(description="key-value heads, fewer than heads with grouped-query attention")
     ffn: Count = Field(description="width of the gated feed-forward network")
-    vocab: int = Field(ge=2, description="size of the vocabulary, at least that of the corpus's tokenizer")
+    vocab: int = Field(ge=2, le=MOST, description="size of the vocabulary, at least that of the corpus's tokenizer")
     rope_theta: PositiveFloat = Field(default=10_000.0, description="base of the rotary embedding's wavelengths")
     norm_eps: PositiveFloat = Field(default=1e-5, description="added to the mean square in RMSNorm")
-    head_dim: NonNegativeInt = Field(default=0, description="width of a head; 0: hidden / heads")
+    head_dim: CountOrZero = Field(default=0, description="width of a head; 0: hidden / heads")
     tie_word_embeddings: bool = Field(default=False, description="use the embedding as the output head")
     rope_scaling: RopeScalingSection | None = None
     """rotary embedding for longer sequences; null: unscaled"""
-    sliding_window: NonNegativeInt = 0
+    sliding_window: CountOrZero = 0
     """tokens that a token attends to, itself included, in layers of type sliding_attention; 0: all before it, in every
     layer"""
     layer_types: list[LayerType] | None = Field(default=None, min_length=1)
     """full_attention or sliding_attention, repeated over the layers; null: as in the family's models"""
     rope_local_base_freq: NonNegativeFloat = 0.0
     """base of the rotary embedding's wavelengths, unscaled, in layers with a sliding window; 0: as in all layers"""
-    query_pre_attn_scalar: NonNegativeInt = 0
+    query_pre_attn_scalar: CountOrZero = 0
     """attention scores are divided by its square root; 0: the width of a query"""
     attn_logit_softcapping: NonNegativeFloat = 0.0
     """attention scores s become c tanh(s / c); 0: they stay as they are"""
@@ -117,7 +117,7 @@ class ModelSection(Section):
     mla: MLASection | None = Field(default=None, description="multi-head latent attention, of deepseek-v3")
     experts: ExpertsSection | None = None
     """mixture of experts, of mixtral, qwen3-moe, deepseek-v3 and gpt-oss"""
-    mtp_layers: NonNegativeInt = 0
+    mtp_layers: CountOrZero = 0
     """layers for multi-token prediction, one for each token beyond the next (deepseek-v3)"""
     mtp_loss_weight: PositiveFloat = Field(default=0.3, description="weight of the loss of those tokens")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from pentad.orchestrator.config.errors import Broken
-from pentad.orchestrator.config.sections import Count, Section, Text
+from pentad.orchestrator.config.sections import Count, CountOrZero, Section, Text
 from pentad.workers.checkpoint.location import has_credentials
 
 SHORTEST_LEASE = 5.0
@@ -20,7 +20,7 @@ class CheckpointSection(Section):
     path: Text | None = None
     """folder, or URI of a store (s3://bucket/prefix, gs://, hdfs://, file://), that holds the checkpoints of runs under
     their names; null: run.folder. Credentials come from the environment"""
-    every: NonNegativeInt = 0
+    every: CountOrZero = 0
     """steps between checkpoints; 0: none by steps"""
     every_seconds: NonNegativeFloat = 600.0
     """seconds of training after which a checkpoint is saved, whatever the step; 0: none by time"""
@@ -30,7 +30,7 @@ class CheckpointSection(Section):
     at_end: bool = True
     """save a checkpoint as well when the run ends or is stopped; false: what came after the last one is lost"""
     keep: Count = Field(default=2, description="newest checkpoints to keep; older ones are deleted")
-    keep_every: NonNegativeInt = 0
+    keep_every: CountOrZero = 0
     """milestones: every this many steps a checkpoint is saved and kept for good; 0: none"""
     restart_if_damaged: bool = False
     """begin a run again if all its checkpoints are damaged or gone; false: it ends with an error"""
@@ -46,7 +46,7 @@ class CheckpointSection(Section):
 class ElasticSection(Section):
     """What happens when ranks fail (docs/recovery.md)."""
 
-    max_failures: NonNegativeInt = 100
+    max_failures: CountOrZero = 100
     """failures that a run survives; 0: the first one ends it"""
     min_ranks: Count | None = None
     """fewest ranks to continue with if lost ones cannot be replaced; null: all of the mesh"""
@@ -59,13 +59,13 @@ class ElasticSection(Section):
     status and the journal (docs/observability.md). If one computes 8 % longer for 16 more steps, rebalance: layers move
     from its stage to others, if that helps; evict: it moves to another GPU or node, if there is room
     (docs/faulty-ranks.md)"""
-    spares: NonNegativeInt | None = None
+    spares: CountOrZero | None = None
     """processes that wait on the ranks' nodes, with everything imported, to take the place of a lost rank. Each takes
     host memory there, and no GPU. null: ranks on CPUs have as many as one of their nodes has ranks, on nodes without
     ranks that have room for them"""
-    replicate_every: NonNegativeInt = 0
+    replicate_every: CountOrZero = 0
     """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
-    check_every: NonNegativeInt = 0
+    check_every: CountOrZero = 0
     """steps between searches for flipped bits: replicas compare their states, and what they compute of a microbatch.
     One precedes every checkpoint; 0: none"""
     check_policy: Literal["stop", "evict"] = "stop"

@@ -14,7 +14,6 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PrivateAttr,
     model_validator,
@@ -39,6 +38,7 @@ from pentad.schedules.spec.tensors import LayerRange
 MAX_RANKS = 2**16
 MOST = 2**31 - 1  # of whatever is counted: more does not fit into 32 bits
 Count = Annotated[int, Field(ge=1, le=MOST)]
+CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_control_characters)]
 Recompute = Literal["none", "selective", "attention", "full", "auto"] | list[LayerPart]
@@ -213,7 +213,7 @@ class MemorySection(Section):
     what each is); selective: [mlp, moe], the gate and up products of feed-forward networks; attention: everything but
     the input and the result of attention, so no scores; full: everything but the input of a unit; auto: the planner
     chooses what fits and takes least time"""
-    recompute_stages: list[NonNegativeInt] | None = None
+    recompute_stages: list[CountOrZero] | None = None
     """pipeline stages that recompute; null: all"""
     recompute_layers: Count | None = None
     """recompute only the first layers of each stage, this many, rounded up to units; null: all"""

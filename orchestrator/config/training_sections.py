@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from pentad.orchestrator.config.errors import Broken, shown
-from pentad.orchestrator.config.sections import Count, MeshSection, Section, Text
+from pentad.orchestrator.config.sections import MOST, Count, CountOrZero, MeshSection, Section, Text
 from pentad.schedules.spec.learning_rate import DecayShape, LearningRate, ScheduleName
 from pentad.schedules.spec.lora import LoraSpec, trained_tensors
 from pentad.schedules.spec.model import ModelSpec
@@ -41,11 +41,11 @@ class OptimizerSection(Section):
     """learning rate at the end of the schedule; null: a tenth of learning_rate"""
     schedule: ScheduleName = "cosine"
     """how the learning rate goes from its peak to min_learning_rate; wsd: warm-up, stable, decay"""
-    warmup_steps: NonNegativeInt | None = None
+    warmup_steps: CountOrZero | None = None
     """steps of linear warm-up; null: a tenth of decay_steps, but at most 100"""
     decay_steps: Count | None = None
     """steps of the schedule, warm-up included; null: run.steps when the run first starts, which a resume keeps"""
-    stable_steps: NonNegativeInt | None = None
+    stable_steps: CountOrZero | None = None
     """steps at the peak between warm-up and decay, for schedule wsd; null: until a fifth of decay_steps is left"""
     decay_shape: DecayShape | None = None
     """curve of the decay, for schedule wsd; null: linear"""
@@ -133,8 +133,8 @@ class SpikesSection(Section):
     changes no weight"""
     threshold: PositiveFloat = 6.0
     """standard deviations above the mean of the window from which on a value is a spike"""
-    window: int = Field(default=128, ge=2, description="steps that a step is compared with, the latest ones")
-    min_steps: int = Field(default=64, ge=2, description="steps in the window before any step can be a spike")
+    window: int = Field(default=128, ge=2, le=MOST, description="steps that a step is compared with, the latest ones")
+    min_steps: int = Field(default=64, ge=2, le=MOST, description="steps in the window before any step can be a spike")
     max_consecutive: Count = 10
     """such steps in a row, or rollbacks to the same checkpoint, after which the run fails"""
 
@@ -174,18 +174,18 @@ class PrecisionSection(Section):
     """whose absolute maximum scales an activation or a gradient with fp8-tensor. current: its own; delayed: that of the
     step before, over all microbatches and ranks, so that a cast is one pass, and what exceeds it saturates. Weights are
     always scaled by their own"""
-    fp8_skip_first_layers: NonNegativeInt = 0
+    fp8_skip_first_layers: CountOrZero = 0
     """decoder layers at the start of the model that multiply in precision.compute"""
-    fp8_skip_last_layers: NonNegativeInt = 0
+    fp8_skip_last_layers: CountOrZero = 0
     """decoder layers at the end of the model that multiply in precision.compute"""
     fp8_experts: Literal["auto", "always", "never"] = "auto"
     """whether the GEMMs of experts use FP8 too, with fp8-block; auto: where that is faster, by cluster.rates"""
     fp8_head: bool = False
     """whether the GEMMs of the output head use FP8 too; those of multi-token prediction with it do not"""
-    fp8_sample_every: NonNegativeInt = 100
+    fp8_sample_every: CountOrZero = 100
     """steps between samples of all FP8 operands: absolute maximum, saturated and underflowed values; 0: never. Other
     steps cost nothing"""
-    compare_every: NonNegativeInt = 0
+    compare_every: CountOrZero = 0
     """steps between comparisons of FP8's gradients with those in precision.compute: such a step runs twice; 0: never"""
     deterministic: bool = True
     """use kernels whose results are bit-identical in every run, at some cost in speed"""
@@ -220,14 +220,14 @@ class ZeroSection(Section):
 
     stage: int = Field(default=0, ge=0, le=3)
     """what is sharded: 0: nothing; 1: master weights and optimizer state; 2: gradients too; 3: weights too"""
-    shards: Annotated[int, Field(ge=2)] | None = None
+    shards: Annotated[int, Field(ge=2, le=MOST)] | None = None
     """over how many ranks the state is cut (docs/parallelism.md): consecutive ones of those that hold the same
     parameters are a group, and each group has all shards, so that weights are gathered on a host; null: over all"""
     max_gathered: Count | Literal["auto"] | None = None
     """most units whose weights a rank has gathered at once, with zero.stage 3; null: 2, or all where stages are not cut
     into units; auto: 2, or all units of a rank, gathered once a step, if those fit and
     take less time"""
-    prefetch: NonNegativeInt = 1
+    prefetch: CountOrZero = 1
     """forward and backward passes between the start of an all-gather of weights and their first use"""
     reduce: Literal["step", "microbatch"] | None = None
     """when gradients are reduced, with zero.stage 2 or 3: at the end of a step, or after every microbatch, so that a

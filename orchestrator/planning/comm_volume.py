@@ -128,11 +128,11 @@ def stage_volume(
         stream = piece.full_stream(model.hidden)
         embeddings, heads = (end + mtp_layers for end in (layers.has_embedding, layers.has_head))
         _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", embeddings, embeddings * stream)
-        chunks = piece.logit_chunks if phase != "B" else []
-        _add_tp(found, piece, "all_gather", heads * max(1, len(chunks)), heads * stream)
+        chunks = piece.logit_chunks if phase != "B" else Counter()
+        _add_tp(found, piece, "all_gather", heads * max(1, chunks.total()), heads * stream)
         if piece.logit_rows:
             if phase != "B" and not is_repeated:
-                tiles = sum(1 if copied else num_tiles(rows) for rows in chunks)
+                tiles = sum(count if copied else count * num_tiles(rows) for rows, count in chunks.items())
                 _add_tp(found, piece, "reduce_scatter", heads * tiles, heads * stream)
         elif phase == "B":
             own = layers.has_head * _num_tiles(piece.of_head, copied=copied)
@@ -143,7 +143,7 @@ def stage_volume(
                 found,
                 piece,
                 "all_gather",
-                heads * max(1, len(chunks)),
+                heads * max(1, chunks.total()),
                 heads * piece.mesh.tp * 2 * piece.tokens * piece.wide,
             )
     return found

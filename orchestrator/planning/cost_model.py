@@ -359,7 +359,7 @@ class HeadSeconds(NamedTuple):
 def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> HeadSeconds:
     """Products with the head, also in multi-token prediction; the loss reads the logits, its gradient is written in
     their place, and cast. In chunks F makes that gradient too, and W makes it again."""
-    width, count, chunks = model.vocab / piece.mesh.tp, 1 + model.mtp_layers, len(piece.logit_chunks)
+    width, count, chunks = model.vocab / piece.mesh.tp, 1 + model.mtp_layers, piece.logit_chunks.total()
     logits = piece.tokens * width
     flops = 2 * logits * model.hidden
     product = flops / rate_at(rates.products, flops / max(1, chunks))

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from pentad.orchestrator.activations.activation_memory import cuts, with_slots
-from pentad.orchestrator.activations.allocations import BYTES
+from pentad.orchestrator.activations.activation_memory import cuts, offloadable, with_slots
+from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.estimate import costs_of
@@ -43,11 +43,12 @@ from pentad.schedules.spec.mesh import LAYER_AXES, ORDER, are_on_one_host, hosts
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.schedules.spec.tensors import LayerRange
+from pentad.schedules.spec.tensors import LayerRange, num_parameters
 from pentad.schedules.spec.zero_layout import pool_sizes
 
 GATHERED_UNITS = 2  # one in use, one coming
 GRAPHS_GAIN = 1.05  # how many times longer compute must take without graphs for them to be used (docs/performance.md)
+MOST_NUMBERS = 2**53  # parameters of a model, and bytes that its layers save of a microbatch
 
 
 def make_plan(
@@ -158,6 +159,7 @@ def _guessed(
     """The costs of units, before they have a program."""
     rates = rates_for(config.cluster, device)
     piece = first_piece(config, device, layout.slices, fp8_spec(config, model, rates))
+    _require_countable(model, layers, piece)
     modes = config.memory.modes(units, layers)
     stage_of = [stage for stage, count in enumerate(units) for _ in range(count)]
     moved = [each.bytes for each in cuts(model, layers, stage_of, piece, modes, fractions)]
@@ -165,6 +167,16 @@ def _guessed(
     given = model, layers, placement, piece, rates, modes, zero, config.lora_spec, moved
     host_optimizer = config.memory.optimizer == "host"
     return guess_costs(*given, host_optimizer=host_optimizer, bf16_reduce=config.precision.bf16_reduce)
+
+
+def _require_countable(model: ModelSpec, layers: Sequence[LayerRange], piece: Piece) -> None:
+    """Raises PentadError for sizes that no memory has, and whose bytes on all ranks may not fit into 64 bits."""
+    if (parameters := num_parameters(model)) > MOST_NUMBERS:
+        raise PentadError(f"model has {parameters:.1e} parameters: expected at most {MOST_NUMBERS:.1e}")
+    saved = (offloadable(model, each, piece, "none", is_sent=False) for each in layers if model.custom is None)
+    if (activations := sum(map(sum, saved))) > MOST_NUMBERS:
+        found = f"model and batch have {activations:.1e} bytes of activations a microbatch"
+        raise PentadError(f"{found}: expected at most {MOST_NUMBERS:.1e}")
 
 
 def _other_programs(

@@ -113,14 +113,19 @@ def document_lengths(starts: Sequence[int], length: int) -> NDArray[np.int64]:
     return np.diff([*starts, length])
 
 
-def positions(length: int, cp: int, rank: int, layout: CpLayout, starts: Sequence[int] = (0,)) -> NDArray[np.int64]:
-    """[length / cp] the positions that a rank holds, in its order: with 'zigzag' the one chunk of all documents, then
-    the other. Raises PentadError when the ranks' parts are not equal."""
+def _equal_parts(length: int, cp: int, layout: CpLayout) -> int:
+    """In how many a sequence is divided. Raises PentadError when they are not equal."""
     parts = 1 if cp == 1 else 2 * cp if layout == "zigzag" else cp
     if length % parts:
         factor = "2 x mesh.cp" if layout == "zigzag" else "mesh.cp"
         raise PentadError(f"batch.sequence_length is {length}: expected a multiple of {factor} = {parts}")
-    if parts < 2 * cp:
+    return parts
+
+
+def positions(length: int, cp: int, rank: int, layout: CpLayout, starts: Sequence[int] = (0,)) -> NDArray[np.int64]:
+    """[length / cp] the positions that a rank holds, in its order: with 'zigzag' the one chunk of all documents, then
+    the other. Raises PentadError when the ranks' parts are not equal."""
+    if _equal_parts(length, cp, layout) < 2 * cp:
         size = length // cp
         return np.arange(rank * size, (rank + 1) * size, dtype=np.int64)
     borders = document_chunks(document_lengths(starts, length), cp) + np.asarray(starts)[:, None]
@@ -137,7 +142,7 @@ def _ranges(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.in
 def check_context_parallel(length: int, heads: int, kv_heads: int, cp: int, method: CpMethod, tp: int = 1) -> None:
     """Raises PentadError unless cp ranks can share sequences of `length` tokens and, for 'ulysses', the heads that tp
     ranks have split already. Fewer key-value heads than ranks are replicated."""
-    positions(length, cp, 0, CP_LAYOUTS[method])
+    _equal_parts(length, cp, CP_LAYOUTS[method])
     if method != "ulysses" or cp == 1:
         return
     ranks = cp * tp

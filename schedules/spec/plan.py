@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapreplace
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
@@ -312,16 +313,18 @@ def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 
     Raises PentadError for fewer layers than stages.
     """
     stages = _num_stages(layers, placement)
-    sizes = [1] * stages
-
-    def cost(stage: int) -> float:
-        return sizes[stage] + (head if stage == stages - 1 else 0.0)
+    sizes, heads = [1] * stages, [0.0] * (stages - 1) + [head]
+    holders = [[held for held in placement if stage in held] for stage in range(stages)]
 
     def load(stage: int) -> tuple[float, float, int]:
-        return max(sum(map(cost, held)) for held in placement if stage in held), cost(stage), -stage
+        loads = (sum(sizes[each] + heads[each] for each in held) for held in holders[stage])
+        return max(loads), sizes[stage] + heads[stage], -stage
 
+    least = sorted(map(load, range(stages)))  # a heap of loads of earlier, which only grow
     for _ in range(layers - stages):
-        sizes[min(range(stages), key=load)] += 1
+        while (now := load(-least[0][2])) != least[0]:
+            heapreplace(least, now)
+        sizes[-now[2]] += 1
     return layers_of_sizes(sizes)
 
 

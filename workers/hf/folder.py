@@ -153,6 +153,8 @@ def _is_file(path: Path) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if path.exists() and not (path.is_file() or path.is_dir()):  # may never end
+        raise PentadError(f"{path} is a pipe or device: expected a file")
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:

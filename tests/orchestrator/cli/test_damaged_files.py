@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -170,6 +171,39 @@ def test_what_would_not_end_is_refused(pentad: Pentad, words: tuple[str, ...], s
     assert sentence in err
     assert err.count("\n") == 1
     assert "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("batch.sequence_length=2147483520",),
+        ("batch.global_batch_size=2147483520",),
+        ("model.hidden=2147483632",),
+        ("model.vocab=2147483647", "model.hidden=2147483632", "mesh.dp=2", "zero.stage=3"),
+        ("model.hidden=1048576", "model.layers=500", "batch.sequence_length=1048576", "batch.global_batch_size=16384"),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused(pentad: Pentad, words: tuple[str, ...]) -> None:
+    """Without taking memory or time themselves."""
+    began, limit = time.process_time(), resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30), limit[1]))
+    try:
+        status, _, err = pentad("plan", *words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert time.process_time() - began < _SECONDS
+    assert status == 1
+    assert err.count("\n") <= 1
+
+
+@pytest.mark.timeout(30)
+def test_a_model_whose_config_is_a_pipe_is_refused(pentad: Pentad) -> None:
+    Path("model").mkdir()
+    os.mkfifo("model/config.json")
+    status, _, err = pentad("import-hf", "model", "out")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "model/config.json is a pipe or device: expected a file" in err
 
 
 def test_escape_sequences_of_a_journal_are_shown_not_obeyed(pentad: Pentad, trial: Path) -> None:

@@ -65,6 +65,12 @@ def test_every_field_has_a_description() -> None:
     assert all(len(field["description"]) > 10 for field in fields)
 
 
+def test_every_whole_number_has_a_largest_value() -> None:
+    keys = json.dumps([schema["properties"] for schema in sections_of(RunConfig).values()])
+    found = [json.loads(each) for each in re.findall(r'{[^{}]*"type": "integer"[^{}]*}', keys)]
+    assert len(found) > 60 and all("maximum" in each for each in found)
+
+
 @pytest.mark.parametrize(
     ("recompute", "stages", "modes"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from itertools import combinations, pairwise
 
 import pytest
@@ -67,6 +68,13 @@ def test_no_other_split_has_a_less_loaded_busiest_rank(placement: list, more: in
 
     chosen = tuple(part.end for part in split_layers(layers, placement, head))[:-1]
     assert busiest(chosen) == pytest.approx(min(map(busiest, combinations(range(1, layers), stages - 1))))
+
+
+def test_many_layers_are_split_in_little_time() -> None:
+    began = time.process_time()
+    sizes = [len(part.numbers) for part in split_layers(10_000, one_each(1024), 2.5)]
+    assert time.process_time() - began < 2.0
+    assert (sum(sizes), set(sizes[:-1])) == (10_000, {9, 10})
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5))
