@@ -130,7 +130,7 @@ class EventBus:
         self._slots_grown([(row["step"], row.pop("expert_slots", 0)) for row in rows])
         profiles = [row.pop("profile", None) for row in rows]
         self.folder.rank_times.extend(times)
-        rows = [self.folder.metrics(row) for row in rows]
+        rows = self.folder.metrics(*rows)
         self._await_disk()
         for row in rows:
             self.display.step(row)

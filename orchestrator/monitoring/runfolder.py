@@ -144,19 +144,21 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """Steps of the checkpoints that count, lowest first."""
         return list(committed(self.checkpoints))
 
-    def metrics(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Appends a step's row to metrics.jsonl with `total_tokens`, those of all steps so far, and returns that line;
-        `row` has at least the other METRIC_KEYS. What it says of the step's `batch` and `samples` goes to audit.jsonl.
-        """
+    def metrics(self, *rows: dict[str, Any]) -> list[dict[str, Any]]:
+        """Appends rows of steps to metrics.jsonl with `total_tokens`, those of all steps so far, and returns these
+        lines; rows have at least the other METRIC_KEYS. What they say of steps' `batch` and `samples` goes to
+        audit.jsonl, before."""
         audited = ("step", "generation", "batch", "samples", "loss", "target_tokens")
-        self._audit({"event": "step", **{key: row[key] for key in audited if key in row}})
-        self._add_total(row["step"], row["tokens"] + (self.totals[-1] if self.totals else 0))
-        row = {key: value for key, value in row.items() if key not in ("batch", "samples")}
-        row |= {"total_tokens": int(self.totals[-1])}
-        missing = [key for key in METRIC_KEYS if key not in row]
-        assert not missing, f"metrics without {missing}"
-        self.files.append(self.path / METRICS, row)
-        return row
+        self._audit(*({"event": "step", **{key: row[key] for key in audited if key in row}} for row in rows))
+        lines = []
+        for row in rows:
+            self._add_total(row["step"], row["tokens"] + (self.totals[-1] if self.totals else 0))
+            line = {key: value for key, value in row.items() if key not in ("batch", "samples")}
+            lines.append(line | {"total_tokens": int(self.totals[-1])})
+            missing = [key for key in METRIC_KEYS if key not in lines[-1]]
+            assert not missing, f"metrics without {missing}"
+        self.files.append(self.path / METRICS, *lines)
+        return lines
 
     def evaluated(self, rows: Sequence[dict[str, Any]]) -> None:
         """Appends an evaluation to eval.jsonl."""
@@ -219,12 +221,15 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         del self.steps[end:], self.totals[end:]
         self.files.change(Change(self.path / METRICS, partial(drop_steps, self.path / METRICS, step)))
 
-    def _audit(self, entry: dict[str, Any]) -> None:
-        """Appends an entry to audit.jsonl, which only grows."""
+    def _audit(self, *entries: dict[str, Any]) -> None:
+        """Appends entries to audit.jsonl, which only grows."""
         with self.files.lock:
-            entry = linked(json.loads(line_of(entry)), self.audit_hash)
-            self.audit_hash = entry["hash"]  # first: after Ctrl-C the line is written later
-            self.files.append(self.path / AUDIT, entry)
+            last, chain = self.audit_hash, []
+            for entry in entries:
+                chain.append(linked(json.loads(line_of(entry)), last))
+                last = chain[-1]["hash"]
+            self.audit_hash = last  # first: after Ctrl-C the lines are written later
+            self.files.append(self.path / AUDIT, *chain)
 
     def timelines(self, measured: Timeline, costs: Costs, program: int = 0, plan: Plan | None = None) -> None:
         """Writes timeline.arrow, trace.json.gz and timeline.html (both with simulated steps), and to program.arrow
@@ -260,6 +265,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             for name, content in drawn.items():
                 replace_file(self.path / name, content)
 
+        if problem := self.files.problem():
+            raise PentadError(problem)
         try:
             within(SETTLE_SECONDS, write)
         except TimeoutError:

@@ -63,7 +63,7 @@ class RunFiles:
         self.waiting: deque[Change] = deque()
         self.lock, self.turn, self.syncing = threading.RLock(), threading.Lock(), threading.Lock()
         self.stopped = threading.Condition(self.lock)  # the writer has
-        self.is_writing = self.is_behind = False  # behind: it was waited for in vain
+        self.is_writing = self.is_behind = self.is_given_up = False  # behind, given up: it was waited for in vain
         self.moved_at = 0.0  # monotonic second in which the writer began, or the disk last took something
         self.refusal: BaseException | None = None  # why the disk did not take the first change
         self.unsynced = set[Path]()  # to which lines were appended that a power cut could take
@@ -145,8 +145,9 @@ class RunFiles:
                 raise
 
     def settle(self) -> None:
-        """Waits a while for the disk, at the end of a run. Raises PentadError, with what is lost, if it stays away."""
-        until = time.monotonic() + SETTLE_SECONDS
+        """Waits a while for the disk, at the end of a run, and once. Raises PentadError, with what is lost, if it stays
+        away."""
+        until = time.monotonic() + (0.0 if self.is_given_up else SETTLE_SECONDS)
         while True:
             with self.lock:
                 self._start()
@@ -154,6 +155,7 @@ class RunFiles:
                 if not self.waiting:
                     return
                 if time.monotonic() > until:
+                    self.is_given_up = True
                     raise PentadError(f"{self._stuck()}; not written are {self._lost()}") from self.refusal
             time.sleep(RETRY_SECONDS)
 

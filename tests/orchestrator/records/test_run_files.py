@@ -160,3 +160,22 @@ def test_what_was_appended_is_on_the_disk_before_a_checkpoint_is_committed(
     files.sync()
     files.sync()
     assert synced == [*map(str, paths)]
+
+
+def test_nobody_waits_for_a_slow_disk_again_before_it_has_caught_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(where: Path, lines: str, size: int) -> None:
+        time.sleep(0.3)
+        append(where, lines, size)
+
+    monkeypatch.setattr(run_files, "append", slow)
+    monkeypatch.setattr(run_files, "WAIT_SECONDS", 0.1)
+    files, path, began = RunFiles(tmp_path), tmp_path / "journal.jsonl", time.monotonic()
+    for number in range(6):
+        files.append(path, {"number": number})
+        files.wait()
+    assert time.monotonic() - began < 1.0 and not files.problem()
+    files.settle()
+    assert [row["number"] for row in read_lines(path)] == [*range(6)]
+    assert not files.is_behind
