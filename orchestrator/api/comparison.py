@@ -15,8 +15,8 @@ from pentad.orchestrator.monitoring.comparison import (
     DrawnRun,
     comparison_page,
     comparison_svg,
+    run_trace,
     simulate_steps,
-    write_run_trace,
 )
 from pentad.orchestrator.monitoring.plan_view import bubble_text
 from pentad.orchestrator.monitoring.runfolder import (
@@ -31,7 +31,7 @@ from pentad.orchestrator.monitoring.tables import line
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.page.saved_plan import SavedPlan, saved_plan
 from pentad.orchestrator.planning.formatting import format_duration
-from pentad.schedules.draw.trace import write_trace
+from pentad.schedules.draw.trace import trace_bytes
 from pentad.schedules.ir.argument_types import checks_types
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -88,9 +88,10 @@ class Comparison:
         """Writes a trace that opens in Perfetto (.json.gz)."""
         names, plan = process_names(self.run), self.planned.plan
         if plan is None:
-            write_trace(path, [self.all_measured, self.simulated], process_names=names)
+            trace = trace_bytes([self.all_measured, self.simulated], process_names=names)
         else:
-            write_run_trace(path, plan, self.all_measured, self.simulated, names)
+            trace = run_trace(plan, self.all_measured, self.simulated, names)
+        path.write_bytes(trace)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         coloured, measured, simulated = is_coloured(console), self.measured, self.simulated

@@ -123,7 +123,9 @@ def explain(folder: Path, step: int | None = None) -> Explanation:
     on_host = not row.get("peak_bytes")
     replay = Replay(view, begins, measured, blocking_host=on_host)
     places = place_names(read_lines(folder / JOURNAL))
-    remedies = [remedy_of(cause, config, places) for cause in find_causes(replay, left_of_parts(config))]
+    remedies = [
+        remedy_of(cause, config, found.planned.plan, places) for cause in find_causes(replay, left_of_parts(config))
+    ]
     if (schedule := better_schedule(program, costs, config)) is not None:
         remedies.append(schedule)
     seconds = sum(rank.nanoseconds for rank in ranks) / len(ranks) / 1e9

@@ -38,7 +38,7 @@ from pentad.orchestrator.simulation.band import PlanBand, plan_band
 from pentad.orchestrator.simulation.layer_spans import with_layer_spans
 from pentad.schedules.draw.memory import memory_page
 from pentad.schedules.draw.svg import svg_grid
-from pentad.schedules.draw.trace import write_trace
+from pentad.schedules.draw.trace import trace_bytes
 from pentad.schedules.ir.argument_types import checks_types
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.passes.recompute import config_text
@@ -124,7 +124,7 @@ class PlannedRun:
 
     def write_trace(self, path: Path) -> None:
         """Writes the simulated step of every pipeline rank, with messages inside layers, for Perfetto (.json.gz)."""
-        write_trace(path, [with_layer_spans(self.timeline, self.plan, self.costs)], process_names=None)
+        path.write_bytes(trace_bytes([with_layer_spans(self.timeline, self.plan, self.costs)], process_names=None))
 
     def facts(self) -> dict[str, Any]:
         """What `pentad plan --json` prints, in bytes and seconds."""

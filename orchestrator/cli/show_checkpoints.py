@@ -11,10 +11,11 @@ from rich.console import Console
 
 from pentad.orchestrator.cli.show_lists import clock, print_table
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
-from pentad.orchestrator.monitoring.runfolder import EVALUATIONS, find_checkpoints, is_checkpoint, locked, resolve_run
+from pentad.orchestrator.monitoring.runfolder import EVALUATIONS, find_checkpoints, is_checkpoint, resolve_run
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.records.checkpoint_places import CONFIG, checkpoints_in, home_of, saved_config
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.records.run_lock import locked
 from pentad.orchestrator.recovery.retention import kept_steps
 from pentad.schedules.ir.errors import PentadError, printable
 from pentad.workers.checkpoint.checkpoint import has_manifest

@@ -40,6 +40,16 @@ class Cluster:
     start_dashboard: Callable[[], None] = lambda: None
     kill: Callable[[], None] = lambda: None
 
+    @property
+    def notes(self) -> list[str]:
+        """What the user is told of it."""
+        found = [self.note] if self.note else []
+        if self.dashboard:
+            token = f" (token in {self.token_file})" if self.token_file else ""
+            when = " (starts after the first step)" if self.local else ""
+            found.append(f"Ray dashboard{when}: {self.dashboard}{token}")
+        return found
+
 
 @contextmanager
 def join(section: ClusterSection, ranks: int, head: LocalHead | None) -> Iterator[Cluster]:

@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from pentad.orchestrator.control.control_messages import ENDPOINT
 from pentad.orchestrator.control.interceptors import make_server
 from pentad.orchestrator.control.service import ControlMethods, HealthMethods, ViewQueue
 from pentad.orchestrator.monitoring.run_state import ControlRequests, RunView, Watcher
-from pentad.orchestrator.records.run_files import atomic_file
+from pentad.orchestrator.records.run_files import WAIT_SECONDS, atomic_file
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.background import within
 
 GRACE_SECONDS = 1.0  # for the last answers of a run that has ended
 _TIMEOUT_SECONDS = 10.0  # for grpc, which takes milliseconds
@@ -60,8 +62,8 @@ class ControlServer(Watcher):
             return
         self._requests.close()
         self._views.post(closed=True)
-        with suppress(OSError):
-            self._file.unlink(missing_ok=True)
+        with suppress(OSError):  # a TimeoutError is one: the disk may hang
+            within(WAIT_SECONDS, partial(self._file.unlink, missing_ok=True))
         if server := getattr(self, "_server", None):
             with suppress(TimeoutError):
                 self._in_loop(server.stop(GRACE_SECONDS))

@@ -15,7 +15,7 @@ from pentad.orchestrator.monitoring.runfolder import saved_config
 from pentad.orchestrator.monitoring.tables import fitted_table, line
 from pentad.orchestrator.planning.formatting import format_percent
 from pentad.orchestrator.records.profiles import SavedProfile, folder_of, load_profile, profiled_steps
-from pentad.schedules.draw.trace import write_trace
+from pentad.schedules.draw.trace import trace_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.step_profile import KERNEL, OpTime, op_times
 from pentad.schedules.simulate.timeline import grouped
@@ -61,7 +61,8 @@ class Profile:
     def write_trace(self, path: Path) -> None:
         """Writes a trace that opens in Perfetto (.json.gz): below each rank's instructions its kernels by stream, and
         the operators of its host."""
-        write_trace(path, [self.saved.timeline], process_names=self.saved.names, profiles=self.saved.events)
+        names, events = self.saved.names, self.saved.events
+        path.write_bytes(trace_bytes([self.saved.timeline], process_names=names, profiles=events))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         has_kernels = any(event.kind == KERNEL for events in self.saved.events.values() for event in events)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.formatting import format_percent
+from pentad.orchestrator.planning.planning import reasons_against_graphs
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.diagnosis.attribution import STARVED
@@ -18,6 +19,7 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate_step_time
+from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 MOST_ACTIONS = 4096  # forwards of a program up to which other schedules are tried
@@ -31,8 +33,8 @@ class Remedy(NamedTuple):
     seconds: float
 
 
-def remedy_of(cause: Cause, config: RunConfig, places: Mapping[int, str]) -> Remedy:
-    """In words. `places` says where ranks are."""
+def remedy_of(cause: Cause, config: RunConfig, plan: Plan | None, places: Mapping[int, str]) -> Remedy:
+    """In words. `plan` is that of the config, None if it is not known, and `places` says where ranks are."""
     mesh, seconds, ranks = config.mesh, cause.seconds, cause.ranks
     match cause.kind:
         case "slow rank":
@@ -69,7 +71,7 @@ def remedy_of(cause: Cause, config: RunConfig, places: Mapping[int, str]) -> Rem
         case kind if kind == STARVED:
             return Remedy("other processes had the ranks' cores", "look at what else runs on their hosts", seconds)
         case kind if kind == HOST:
-            return Remedy("the host issues late", _less_to_issue(config), seconds)
+            return Remedy("the host issues late", _less_to_issue(config, plan), seconds)
         case kind:
             raise AssertionError(kind)
 
@@ -107,8 +109,8 @@ def left_of_parts(config: RunConfig) -> dict[str, float]:
     return {"optimizer": 1 / config.mesh.replicas} if divides else {}
 
 
-def _less_to_issue(config: RunConfig) -> str:
-    if config.cluster.device == "cuda" and not config.cluster.cuda_graphs:
+def _less_to_issue(config: RunConfig, plan: Plan | None) -> str:
+    if plan is not None and not plan.cuda_graphs and not reasons_against_graphs(plan):
         return "cluster.cuda_graphs=true"
     return f"schedule.microbatches={max(1, config.schedule.microbatches // 2)}: fewer, larger instructions"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pentad.orchestrator.memory.curve import planned_memory
@@ -13,7 +12,7 @@ from pentad.schedules.diagnosis.step_path import Piece, step_paths
 from pentad.schedules.draw.html import RunProgram, timeline_page
 from pentad.schedules.draw.page_program import DrawnMemory, DrawnMessages, PathPiece, saved_activations
 from pentad.schedules.draw.svg import svg_comparison
-from pentad.schedules.draw.trace import write_trace
+from pentad.schedules.draw.trace import trace_bytes
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.read_costs import read_costs
@@ -79,10 +78,10 @@ def simulate_steps(plan: Plan | DrawnRun, measured: Timeline, costs: Costs) -> T
     return Timeline("simulated", tuple(spans))
 
 
-def write_run_trace(path: Path, plan: Plan, measured: Timeline, simulated: Timeline, names: dict[int, str]) -> None:
+def run_trace(plan: Plan, measured: Timeline, simulated: Timeline, names: dict[int, str]) -> bytes:
     """A trace of measured steps and of one of `simulate_steps`, the latter with messages inside layers. `names` are
     those of ranks."""
-    write_trace(path, [measured, with_layer_spans(simulated, plan, costs_of(plan))], process_names=names)
+    return trace_bytes([measured, with_layer_spans(simulated, plan, costs_of(plan))], process_names=names)
 
 
 def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figure: str = "") -> str:

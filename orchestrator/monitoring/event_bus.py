@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,9 +19,11 @@ from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.fp8_health import Fp8Health
 from pentad.orchestrator.records.profiles import StepProfile, save_profile
+from pentad.orchestrator.records.run_files import SETTLE_SECONDS, WAIT_SECONDS
 from pentad.schedules.diagnosis.slow_ranks import SlowRank
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
+from pentad.workers.background import in_daemon, within
 from pentad.workers.runtime.telemetry import XIDS, GpuState
 
 
@@ -36,9 +41,10 @@ class EventBus:
         self, config: RunConfig, folder: RunFolder, display: Display, first: int, dashboard: str | None
     ) -> None:
         self.config, self.folder, self.display = config, folder, display
-        folder.files.note = display.note
         self.watchers: list[Watcher] = []
         self.fp8_health = Fp8Health()
+        self.profiles = deque[tuple[int, StepProfile, Future[None]]]()  # that are being written, and their generations
+        self.disk_problem, self.most_waiting = "", 0  # why what was recorded waits in memory, and how much has
         self.slow_ranks = ""  # which ranks are slow, in words
         self.lasting_slow_ranks: tuple[SlowRank, ...] = ()  # those of them that elastic.slow_rank acts upon
         self.flipped_bits = ""  # what the last search that found some said
@@ -97,6 +103,7 @@ class EventBus:
                 view = view._replace(state=state, step=status.step, instruction=status.instruction)
             views.append(view._replace(heartbeat=last_heard.get(view.rank, view.heartbeat)))
         self._set_ranks(tuple(views))
+        self.watch_disk()
         before, self.gpus = self.gpus, {rank: each.gpu for rank, each in statuses.items() if each.gpu is not None}
         for view in views:
             known, found = (states.get(view.rank, GpuState()).xids or () for states in (before, self.gpus))
@@ -123,7 +130,8 @@ class EventBus:
         self._slots_grown([(row["step"], row.pop("expert_slots", 0)) for row in rows])
         profiles = [row.pop("profile", None) for row in rows]
         self.folder.rank_times.extend(times)
-        rows = [self.folder.metrics(row) for row in rows]
+        rows = self.folder.metrics(*rows)
+        self._await_disk()
         for row in rows:
             self.display.step(row)
             if row["skipped"]:
@@ -134,6 +142,7 @@ class EventBus:
                 self.record("fp8 warning", step=row["step"], warning=warning)
         for profile in filter(None, profiles):
             self._profiled(profile)
+        self._record_profiles()
         self.on_first_step()
         self.on_first_step = lambda: None
         for watcher in self.watchers:
@@ -156,14 +165,25 @@ class EventBus:
             self.expert_slots = slots
 
     def _profiled(self, profile: StepProfile) -> None:
-        """Writes what ranks saw of a profiled step, and to the journal what came of it."""
-        facts, problems = {"generation": self.view.generation, "step": profile.step}, profile.problems
+        """Has what ranks saw of a profiled step written, beside the next steps if the disk is slow."""
+        saved = in_daemon(partial(save_profile, self.folder.path, profile))
+        self.profiles.append((self.view.generation, profile, saved))
+        wait([saved], WAIT_SECONDS)
+
+    def _record_profiles(self) -> None:
+        """Writes to the journal what came of profiles."""
+        while self.profiles and self.profiles[0][-1].done():
+            self._record_profile(*self.profiles.popleft())
+
+    def _record_profile(self, generation: int, profile: StepProfile, saved: Future[None]) -> None:
+        facts, problems = {"generation": generation, "step": profile.step}, profile.problems
         try:
+            saved.result(0.0)
             if profile.bytes:
-                save_profile(self.folder.path, profile)
                 self.record("profile", **facts, ranks=len(profile.ranks), bytes=profile.bytes)
-        except PentadError as error:
-            problems = {str(error): list(profile.ranks)}
+        except (PentadError, TimeoutError) as error:
+            problem = str(error) or f"{self.folder.path} has not taken it"
+            problems = {problem: list(profile.ranks)}
         for problem, ranks in problems.items():
             self.record("profile failed", **facts, ranks=ranks, error=problem)
             self.display.note(f"the profile of step {profile.step} failed, training continues: {problem}")
@@ -171,6 +191,7 @@ class EventBus:
     def evaluated(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
         """Records a completed evaluation: its rows of eval.jsonl, and the spans of its last round."""
         self.folder.evaluated(rows)
+        self._await_disk()
         self.display.evaluation(rows)
         for watcher in self.watchers:
             watcher.on_evaluation(rows, spans)
@@ -182,15 +203,52 @@ class EventBus:
     def rewind(self, step: int) -> None:
         """Step `step` and later ones will run again."""
         self.folder.rewind(step)
+        self._await_disk()
         self.update(**evaluation_state(self.config, self.folder.evaluations(), step))
         for watcher in self.watchers:
             watcher.on_rewind(step)
 
     def record(self, event: str, **facts: Any) -> None:
-        """Writes a line of the journal."""
+        """Writes a line of the journal; it is in the file when this returns, if the disk takes it within moments."""
         entry = self.folder.event(event, **facts)
         for watcher in self.watchers:
             watcher.on_event(entry)
+        self._await_disk()
+
+    def _await_disk(self) -> None:
+        """What was recorded is in the files before the run acts upon it, unless the disk takes too long."""
+        self.folder.files.wait()
+        self.watch_disk()
+
+    def watch_disk(self) -> None:
+        """Says when the disk takes nothing of what is recorded, and when it has taken all of it again."""
+        files, before = self.folder.files, self.disk_problem
+        self.disk_problem = files.problem() or (before if files.waiting else "")
+        waited = self.most_waiting
+        self.most_waiting = max(waited, len(files.waiting)) if self.disk_problem else 0
+        if self.disk_problem and not before:
+            text = "what is recorded is in memory meanwhile, and no checkpoint is committed"
+            self.display.note(f"{self.disk_problem}; {text}")
+            self.record("records wait", cause=self.disk_problem)
+        elif before and not self.disk_problem:
+            self.display.note(f"the run's files are complete again: {waited} changes have waited in memory")
+            self.record("records written", cause=before)
+
+    def settle(self) -> None:
+        """Waits a while for the disk, at the end of a run. Raises PentadError, with what is lost, if it stays away."""
+        self.folder.files.settle()
+        self.watch_disk()
+        while self.profiles:
+            self._record_profile(*self.profiles.popleft())
+        self.folder.files.settle()
+
+    def keep_records(self) -> None:
+        """As `settle`, and the disk keeps what it has taken, whatever happens to this host."""
+        self.settle()
+        try:
+            within(SETTLE_SECONDS, self.folder.files.sync)
+        except TimeoutError:
+            raise PentadError(f"{self.folder.path} has synced nothing for {SETTLE_SECONDS:g} s") from None
 
     def _set_ranks(self, views: tuple[RankView, ...]) -> None:
         self.update(ranks=views)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import fcntl
 import json
-import os
 import time
+from array import array
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.config.errors import shown
-from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps, write_run_trace
+from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, run_trace, simulate_steps
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
 from pentad.orchestrator.records.checkpoint_places import (
     CHECKPOINTS,
@@ -30,16 +31,25 @@ from pentad.orchestrator.records.checkpoint_places import (
     stored_config,
 )
 from pentad.orchestrator.records.hash_chain import AUDIT, hash_of, linked
-from pentad.orchestrator.records.json_lines import line_of, reported, trim
-from pentad.orchestrator.records.profiles import drop_profiles
-from pentad.orchestrator.records.run_files import RunFiles, atomic_file, replace_file
+from pentad.orchestrator.records.json_lines import line_of, read_lines, reported, trim
+from pentad.orchestrator.records.profiles import PROFILES, drop_profiles
+from pentad.orchestrator.records.run_files import (
+    SETTLE_SECONDS,
+    WAIT_SECONDS,
+    Change,
+    RunFiles,
+    drop_steps,
+    replace_file,
+)
+from pentad.orchestrator.records.run_lock import RunLock
 from pentad.schedules.diagnosis.rank_rows import svg_rank_times
-from pentad.schedules.diagnosis.rank_times import RankTime, save
+from pentad.schedules.diagnosis.rank_times import RankTime, to_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.background import within
 from pentad.workers.checkpoint.checkpoint import (
     Checkpoint,
     committed,
@@ -57,7 +67,6 @@ PROGRAM, METRICS, JOURNAL = "program.arrow", "metrics.jsonl", "journal.jsonl"
 EVALUATIONS, EVAL_PROGRAM, EVAL_TIMELINE = "eval.jsonl", "eval-program.arrow", "eval-timeline.arrow"
 TIMELINE, RANK_TIMES, TRACE, PAGE = "timeline.arrow", "rank-times.arrow", "trace.json.gz", "timeline.html"
 RANK_TIMES_SVG, EXPERT_LOAD, ORDER = "rank-times.svg", "expert-load.json", "order.arrow"  # the order re-planned to
-_GENERATION_AT = 20  # bytes, in the file of the lock
 TIMED_STEPS = 200  # whose times by rank are kept
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
 METRIC_KEYS = (
@@ -81,23 +90,23 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
         Raises PentadError when another live run has locked it, or it holds a run that cannot resume with `config`.
         """
-        self.path, self.config, self.files = path_of(config), config, RunFiles()
+        self.path, self.config = path_of(config), config
+        self.files = RunFiles(self.path)
         self.checkpoints = checkpoints_of(config)
         self.plan, self.keep_best = plan, config.checkpoint.keep_best
         self.rank_times: deque[tuple[RankTime, ...]] = deque(maxlen=TIMED_STEPS)  # of the last steps
-        self.total_tokens = 0  # of the steps in metrics.jsonl, once `rewind` has been called
+        self.steps, self.totals = array("q"), array("d")  # of the lines of metrics.jsonl, and `total_tokens`
         saved = resumed_config(config)
         self.resumed, self.changes = saved is not None, changed_keys(saved, config) if saved else {}
         try:
             (self.path if are_elsewhere(config) else self.path / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            self.lock = _lock(self.path, _running(config.run.name))
+            self.lock = RunLock(self.path, _running(config.run.name))
         except OSError as error:
             text = f"run.folder is '{config.run.folder}', where {self.path} cannot be written ({error.strerror})"
             raise PentadError(f"{text}: expected a folder of your own") from None
-        self.generation = _locked_generation(self.lock)  # newest of all events, written or not
+        self.generation = self.lock.generation  # newest of all events, written or not
         try:
-            for name in (METRICS, EVALUATIONS, JOURNAL):
-                trim(self.path / name)
+            self._open_lines()
             self.audit_hash = hash_of(trim(self.path / AUDIT), str(self.path / AUDIT))
             if not self.resumed:
                 self.begin(config)
@@ -112,7 +121,20 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         store_files(config, {CONFIG: text.encode()})
         self._audit({"event": "configuration", "yaml": text})
         self.replan(self.plan)
-        self.files.flush()  # a run begins on a disk with room
+        self.files.flush(SETTLE_SECONDS)  # a run begins on a disk with room
+
+    def _open_lines(self) -> None:
+        """From here on, who needs lines has them in memory: a disk that hangs later stops nobody."""
+        for name, keys in ((METRICS, METRIC_KEYS), (EVALUATIONS, EVAL_KEYS), (JOURNAL, ("event",))):
+            trim(self.path / name)
+            if name != METRICS:
+                self.files.open(self.path / name, keys)
+        for row in read_lines(self.path / METRICS, METRIC_KEYS):
+            self._add_total(row["step"], row["total_tokens"])
+
+    def _add_total(self, step: int, tokens: int) -> None:
+        self.steps.append(step)
+        self.totals.append(tokens)
 
     def checkpoint(self, step: int) -> Location:
         """The folder of the checkpoint after `step` steps."""
@@ -122,19 +144,21 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """Steps of the checkpoints that count, lowest first."""
         return list(committed(self.checkpoints))
 
-    def metrics(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Appends a step's row to metrics.jsonl with `total_tokens`, those of all steps so far, and returns that line;
-        `row` has at least the other METRIC_KEYS. What it says of the step's `batch` and `samples` goes to audit.jsonl.
-        """
+    def metrics(self, *rows: dict[str, Any]) -> list[dict[str, Any]]:
+        """Appends rows of steps to metrics.jsonl with `total_tokens`, those of all steps so far, and returns these
+        lines; rows have at least the other METRIC_KEYS. What they say of steps' `batch` and `samples` goes to
+        audit.jsonl, before."""
         audited = ("step", "generation", "batch", "samples", "loss", "target_tokens")
-        self._audit({"event": "step", **{key: row[key] for key in audited if key in row}})
-        self.total_tokens += row["tokens"]
-        row = {key: value for key, value in row.items() if key not in ("batch", "samples")}
-        row |= {"total_tokens": self.total_tokens}
-        missing = [key for key in METRIC_KEYS if key not in row]
-        assert not missing, f"metrics without {missing}"
-        self.files.append(self.path / METRICS, row)
-        return row
+        self._audit(*({"event": "step", **{key: row[key] for key in audited if key in row}} for row in rows))
+        lines = []
+        for row in rows:
+            self._add_total(row["step"], row["tokens"] + (self.totals[-1] if self.totals else 0))
+            line = {key: value for key, value in row.items() if key not in ("batch", "samples")}
+            lines.append(line | {"total_tokens": int(self.totals[-1])})
+            missing = [key for key in METRIC_KEYS if key not in lines[-1]]
+            assert not missing, f"metrics without {missing}"
+        self.files.append(self.path / METRICS, *lines)
+        return lines
 
     def evaluated(self, rows: Sequence[dict[str, Any]]) -> None:
         """Appends an evaluation to eval.jsonl."""
@@ -142,11 +166,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of eval.jsonl."""
-        return self.files.rows(self.path / EVALUATIONS, EVAL_KEYS)
+        return self.files.rows(self.path / EVALUATIONS)
 
     def journal(self) -> list[dict[str, Any]]:
         """The lines of journal.jsonl."""
-        return self.files.rows(self.path / JOURNAL, ["event"])
+        return self.files.rows(self.path / JOURNAL)
 
     def best(self, saving: int) -> Best | None:
         """The checkpoint that checkpoint.keep_best keeps once that after `saving` steps is committed, too."""
@@ -159,7 +183,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         if (generation := facts.get("generation", 0)) > self.generation:
             self.generation = generation
             with suppress(OSError):  # in place, which takes no room: no number is used again, whatever else is lost
-                os.pwrite(self.lock, b"%20d" % generation, _GENERATION_AT)
+                within(WAIT_SECONDS, partial(self.lock.save, generation))
         with self.files.lock:
             self.files.append(self.path / JOURNAL, entry)
             self._audit(entry)
@@ -187,65 +211,74 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """Drops the metrics and profiles of `step` and later, which the run will replay, and what was evaluated after
         more steps."""
         self._audit({"event": "rewind", "step": step})
-        drop_profiles(self.path, step)
+        self.files.change(Change(self.path / PROFILES, partial(drop_profiles, self.path, step)))
         if (evaluations := self.evaluations()) and max(row["step"] for row in evaluations) > step:
             kept = [row for row in evaluations if row["step"] <= step]
             self.files.replace_rows(self.path / EVALUATIONS, kept)
         still = [times for times in self.rank_times if times and times[0].step < step]
         self.rank_times = deque(still, maxlen=TIMED_STEPS)
-        kept = [row for row in self.files.rows(self.path / METRICS, METRIC_KEYS) if row["step"] < step]
-        self.total_tokens = kept[-1]["total_tokens"] if kept else 0
-        self.files.replace_rows(self.path / METRICS, kept)
+        end = bisect_left(self.steps, step)
+        del self.steps[end:], self.totals[end:]
+        self.files.change(Change(self.path / METRICS, partial(drop_steps, self.path / METRICS, step)))
 
-    def _audit(self, entry: dict[str, Any]) -> None:
-        """Appends an entry to audit.jsonl, which only grows."""
+    def _audit(self, *entries: dict[str, Any]) -> None:
+        """Appends entries to audit.jsonl, which only grows."""
         with self.files.lock:
-            entry = linked(json.loads(line_of(entry)), self.audit_hash)
-            self.audit_hash = entry["hash"]  # first: after Ctrl-C the line is written later
-            self.files.append(self.path / AUDIT, entry)
+            last, chain = self.audit_hash, []
+            for entry in entries:
+                chain.append(linked(json.loads(line_of(entry)), last))
+                last = chain[-1]["hash"]
+            self.audit_hash = last  # first: after Ctrl-C the lines are written later
+            self.files.append(self.path / AUDIT, *chain)
 
     def timelines(self, measured: Timeline, costs: Costs, program: int = 0, plan: Plan | None = None) -> None:
         """Writes timeline.arrow, trace.json.gz and timeline.html (both with simulated steps), and to program.arrow
         what the steps have run: number `program` of the programs of their `plan`, None: the present one. `costs` are
-        for steps whose own costs cannot be read. From any thread."""
+        for steps whose own costs cannot be read. From any thread. Raises PentadError if the disk does not take them."""
         if not measured.spans:
             return
         with self.files.lock:
             is_present, plan = plan in (None, self.plan), (plan or self.plan).with_program(program)
             if is_present:  # else `replan` writes another one
-                replace_file(self.path / PROGRAM, plan.program.to_bytes())
-        self._save(TIMELINE, measured)
+                self.files.replace(self.path / PROGRAM, plan.program.to_bytes())
         names, simulated = process_names(plan), simulate_steps(plan, measured, costs)
-        with atomic_file(self.path / TRACE) as partial:
-            write_run_trace(partial, plan, measured, simulated.of_step(measured.steps[-1]), names)
-        page = comparison_page(DrawnRun.of_plan(plan), measured, simulated, self._rank_times(plan))
-        replace_file(self.path / PAGE, page.encode())
+        times = [each for step in list(self.rank_times) for each in step]  # which another thread may extend
+        drawing = svg_rank_times(times, plan.mesh, title=f"{plan.name}: ranks beside their peers")
+        page = comparison_page(DrawnRun.of_plan(plan), measured, simulated, drawing)
+        drawn = {
+            TIMELINE: measured.to_bytes(),
+            TRACE: run_trace(plan, measured, simulated.of_step(measured.steps[-1]), names),
+            RANK_TIMES: to_bytes(times),
+            PAGE: page.encode(),
+        }
+        self._write(drawn | ({RANK_TIMES_SVG: drawing.encode()} if drawing else {}))
+
+    def eval_timeline(self, measured: Timeline) -> None:
+        """Writes eval-timeline.arrow. Raises PentadError if the disk does not take it."""
+        if measured.spans:
+            self._write({EVAL_TIMELINE: measured.to_bytes()})
+
+    def _write(self, drawn: Mapping[str, bytes]) -> None:
+        """Beside what is recorded, which does not wait for drawings."""
+
+        def write() -> None:
+            for name, content in drawn.items():
+                replace_file(self.path / name, content)
+
+        if problem := self.files.problem():
+            raise PentadError(problem)
+        try:
+            within(SETTLE_SECONDS, write)
+        except TimeoutError:
+            raise PentadError(f"{self.path} has not taken {', '.join(drawn)} in {SETTLE_SECONDS:g} s") from None
 
     def save_expert_load(self, step: int, layers: Mapping[int, Sequence[int]]) -> None:
         """Writes expert-load.json: the tokens that each expert of a layer got in this step."""
         self.files.replace(self.path / EXPERT_LOAD, json.dumps({"step": step, "layers": dict(layers)}).encode())
 
-    def _rank_times(self, plan: Plan) -> str:
-        """Writes rank-times.arrow and, of what the ranks of this mesh did, rank-times.svg, which is returned."""
-        times = [each for step in list(self.rank_times) for each in step]  # which another thread may extend
-        with atomic_file(self.path / RANK_TIMES) as partial:
-            save(times, partial)
-        drawing = svg_rank_times(times, plan.mesh, title=f"{plan.name}: ranks beside their peers")
-        if drawing:
-            replace_file(self.path / RANK_TIMES_SVG, drawing.encode())
-        return drawing
-
-    def eval_timeline(self, measured: Timeline) -> None:
-        """Writes eval-timeline.arrow."""
-        if measured.spans:
-            self._save(EVAL_TIMELINE, measured)
-
-    def _save(self, name: str, timeline: Timeline) -> None:
-        with atomic_file(self.path / name) as partial:
-            timeline.save(partial)
-
     def close(self) -> None:
-        os.close(self.lock)
+        self.files.wait()  # or the next driver finds the last lines torn
+        self.lock.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -261,7 +294,7 @@ def check_not_live(config: RunConfig) -> None:
     path = path_of(config)
     with suppress(OSError):  # RunFolder reports it
         if (path / ".lock").exists():
-            os.close(_lock(path, _running(config.run.name)))
+            RunLock(path, _running(config.run.name)).close()
 
 
 def resolve_run(name: str, folder: Path = Path("runs"), argument: str = "RUN") -> Path:
@@ -361,36 +394,5 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
 
 
-@contextmanager
-def locked(path: Path, problem: str) -> Iterator[None]:
-    """Keeps others from running in the folder of a run. Raises PentadError with `problem`, in which {holder} is a
-    process, if one is."""
-    with reported(path / ".lock"):
-        descriptor = _lock(path, problem)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _running(name: str) -> str:
     return f"run.name is {name}, which is running already (process {{holder}}): expected another"
-
-
-def _lock(path: Path, problem: str) -> int:
-    """A descriptor that locks the folder until it is closed or the process ends. The file holds the process, and the
-    newest generation of the run."""
-    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, _GENERATION_AT, 0).decode().strip() or "unknown"
-        os.close(descriptor)
-        raise PentadError(problem.replace("{holder}", holder)) from None
-    os.pwrite(descriptor, b"%-20d" % os.getpid(), 0)
-    return descriptor
-
-
-def _locked_generation(descriptor: int) -> int:
-    text = os.pread(descriptor, 20, _GENERATION_AT)
-    return int(text) if text.strip().isdigit() else 0

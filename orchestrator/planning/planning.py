@@ -117,6 +117,21 @@ def _with_graphs(wanted: bool | None, plan: Plan, costs: Costs, room: DeviceMemo
     """A plan, which has these costs, whose compute is launched as graphs, if that is wanted; None: if compute gains by
     it and there is room. Raises PentadError for one whose steps are hardly ever, or never, like an earlier one, or that
     communicates otherwise inside layers than by peer copies."""
+    found = reasons_against_graphs(plan)
+    if wanted and found:
+        raise PentadError(f"cluster.cuda_graphs is true: expected false with {found[0]}")
+    if found or wanted is False:
+        return plan
+    assert plan.rates is not None
+    graphs = replace(plan, cuda_graphs=True, rates=launched(plan.rates))
+    if wanted:
+        return graphs
+    gains = _compute_seconds(costs) > GRAPHS_GAIN * _compute_seconds(costs_of(graphs))
+    return graphs if gains and fit_of(graphs, room).ok else plan
+
+
+def reasons_against_graphs(plan: Plan) -> list[str]:
+    """What of a plan keeps its compute from being launched as graphs, in words after 'with'."""
     by_nccl = [each for each in LAYER_AXES if getattr(plan.mesh, each) > 1 and plan.transport_along(each) == "nccl"]
     reasons = {
         "CPU ranks": plan.device == "cpu",
@@ -128,17 +143,7 @@ def _with_graphs(wanted: bool | None, plan: Plan, costs: Costs, room: DeviceMemo
         f"mesh.{' and mesh.'.join(by_nccl)} over NCCL": bool(by_nccl),
         "mesh.ep_capacity, since slots may grow": plan.expert_slots > 0,
     }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if wanted and found:
-        raise PentadError(f"cluster.cuda_graphs is true: expected false with {found[0]}")
-    if found or wanted is False:
-        return plan
-    assert plan.rates is not None
-    graphs = replace(plan, cuda_graphs=True, rates=launched(plan.rates))
-    if wanted:
-        return graphs
-    gains = _compute_seconds(costs) > GRAPHS_GAIN * _compute_seconds(costs_of(graphs))
-    return graphs if gains and fit_of(graphs, room).ok else plan
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def _compute_seconds(costs: Costs) -> float:

@@ -16,17 +16,26 @@ from pentad.orchestrator.records.json_rows import checked_row
 from pentad.schedules.ir.errors import PentadError
 
 
-def read_lines(path: Path, keys: Iterable[str] = (), size: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, or of its first `size` bytes, [] if there is none; an incomplete last line is
-    dropped, which a crash has left.
+def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, [] if there is none; an incomplete last line, left by a crash, is dropped.
 
     Raises PentadError for any other line that is not a JSON object with `keys` and values of their kinds.
     """
     if not path.exists():
         return []
     with reported(path, "read"):
-        lines = path.read_bytes()[:size].split(b"\n")[:-1]
+        lines = path.read_bytes().split(b"\n")[:-1]
     return [_row(line, f"{path} line {number}", keys) for number, line in enumerate(lines, 1)]
+
+
+def lines_before(path: Path, step: int) -> bytes:
+    """The lines of a file whose steps only grow, up to those of `step` and later. Raises PentadError for a line without
+    a step."""
+    with reported(path, "read"):
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    while lines and _row(lines[-1], f"{path} line {len(lines)}", ["step"])["step"] >= step:
+        lines.pop()
+    return b"".join(lines)
 
 
 def append(path: Path, lines: str, size: int) -> None:

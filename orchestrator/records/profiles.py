@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pentad.orchestrator.records.json_lines import reported
-from pentad.orchestrator.records.run_files import atomic_file, replace_file
+from pentad.orchestrator.records.run_files import replace_file
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.step_profile import ProfileEvent, RankProfile, unpack
 from pentad.schedules.simulate.timeline import Span, Timeline
@@ -65,7 +65,9 @@ def profiled_steps(run: Path) -> list[int]:
 
 
 def save_profile(run: Path, profile: StepProfile) -> None:
-    """Replaces what is there of the step. Raises PentadError if it cannot be written."""
+    """Replaces what is there of the step, if there is anything. Raises PentadError if it cannot be written."""
+    if not profile.bytes:
+        return
     folder = folder_of(run, profile.step)
     shutil.rmtree(folder, ignore_errors=True)
     with reported(folder):
@@ -73,8 +75,7 @@ def save_profile(run: Path, profile: StepProfile) -> None:
     for rank, each in profile.ranks.items():
         if each.data:
             replace_file(_events_of(folder, rank), each.data)
-    with atomic_file(folder / TIMELINE) as partial:
-        Timeline("measured", profile.spans).save(partial)
+    replace_file(folder / TIMELINE, Timeline("measured", profile.spans).to_bytes())
     ranks = [
         {
             "rank": rank,

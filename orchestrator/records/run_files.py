@@ -1,5 +1,5 @@
-"""The files in which a live run records what happens. What the disk does not take, because it is full or away, is kept
-in memory, in order, and written once it does: neither training nor a recovery waits for it."""
+"""The files in which a live run records what happens. One thread writes them, in order: training and recoveries wait
+for moments at most. What the disk does not take, because it is full or away, is in memory until it does."""
 
 from __future__ import annotations
 
@@ -7,82 +7,133 @@ import json
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pentad.orchestrator.records.json_lines import append, line_of, read_lines, reported, size_of
+from pentad.orchestrator.records.json_lines import append, line_of, lines_before, read_lines, reported, size_of
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.background import in_daemon
 from pentad.workers.checkpoint.atomic_io import partial_file
 
 Row = dict[str, Any]
 MOST_WAITING = 200_000  # changes, some 100 MB: beyond them the run ends
+WAIT_SECONDS = 0.5  # in which a disk that works has taken lines; the ranks have more steps to do than that
+HANG_SECONDS = 5.0  # without an answer, after which the run says so
 SETTLE_SECONDS, RETRY_SECONDS = 30.0, 0.5  # for which the end of a run waits for the disk, and between two attempts
 
 
-class Change(NamedTuple):
-    """Lines to append to the first `size` bytes of a file, or else all of its content. The size is known from the first
-    attempt on: what that may have left after them is no other line."""
+class Change:
+    """Something to do with a file, until that succeeds. Raises PentadError."""
 
-    path: Path
-    lines: str = ""
-    content: bytes = b""
-    size: int | None = None
+    def __init__(self, path: Path, do: Callable[[], None]) -> None:
+        self.path, self.do = path, do
+
+    @property
+    def lines(self) -> int:
+        return 0
+
+
+class Append(Change):
+    """Lines to append. The size of the file is known from the first attempt on: what that may have left after it is no
+    other line."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        super().__init__(path, self._append)
+        self.text, self.size = text, -1
+
+    @property
+    def lines(self) -> int:
+        return self.text.count("\n")
+
+    def _append(self) -> None:
+        if self.size < 0:
+            self.size = size_of(self.path)
+        append(self.path, self.text, self.size)
 
 
 class RunFiles:
-    """For any thread: `lock` is held for every change, and by who makes several. `note` gets a message when the disk
-    refuses writes, and when it accepts them again."""
+    """Of the run in `folder`, for any thread: `lock` is held by who makes several changes, and never while the disk is
+    asked. The lines of files that were `opened` are in memory, too: who needs them reads no disk."""
 
-    def __init__(self) -> None:
-        self.note: Callable[[str], object] = lambda text: None
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.waiting: deque[Change] = deque()
-        self.lock, self.syncing = threading.RLock(), threading.Lock()
-        self.failed = 0  # most changes that have waited, since the disk last took all
+        self.lock, self.turn, self.syncing = threading.RLock(), threading.Lock(), threading.Lock()
+        self.stopped = threading.Condition(self.lock)  # the writer has
+        self.is_writing = self.is_behind = self.is_given_up = False  # behind, given up: it was waited for in vain
+        self.moved_at = 0.0  # monotonic second in which the writer began, or the disk last took something
+        self.refusal: BaseException | None = None  # why the disk did not take the first change
         self.unsynced = set[Path]()  # to which lines were appended that a power cut could take
+        self.known: dict[Path, list[Row]] = {}
+
+    def open(self, path: Path, keys: Iterable[str] = ()) -> None:
+        """Reads the lines of a file, which have these keys. Raises PentadError."""
+        self.known[path] = read_lines(path, keys)
+
+    def rows(self, path: Path) -> list[Row]:
+        """Those of a file that was opened, with what waits to be written."""
+        with self.lock:
+            return list(self.known[path])
 
     def append(self, path: Path, row: Row, *more: Row) -> None:
         """Adds lines, all at once. Raises PentadError if too many wait already."""
-        self._change(Change(path, "".join(map(line_of, (row, *more)))))
+        lines = [line_of(each) for each in (row, *more)]
+        with self.lock:
+            if path in self.known:
+                self.known[path] += map(json.loads, lines)
+            self.unsynced.add(path)
+            self.change(Append(path, "".join(lines)))
 
     def replace(self, path: Path, content: bytes) -> None:
-        self._change(Change(path, content=content))
+        self.change(Change(path, lambda: replace_file(path, content)))
 
     def replace_rows(self, path: Path, rows: Iterable[Row]) -> None:
-        self.replace(path, "".join(map(line_of, rows)).encode())
-
-    def rows(self, path: Path, keys: Iterable[str] = ()) -> list[Row]:
-        """Those of a file, with what waits to be written."""
+        """Of a file that was opened."""
         with self.lock:
-            attempted = self.waiting[0] if self.waiting else None
-            found = read_lines(path, keys, attempted.size if attempted and attempted.path == path else None)
-            for change in self.waiting:
-                if change.path == path:
-                    kept = found if change.lines else []
-                    found = [*kept, *map(json.loads, (change.lines or change.content).splitlines())]
-            return found
+            self.known[path] = list(rows)
+            self.replace(path, "".join(map(line_of, self.known[path])).encode())
 
-    def flush(self) -> None:
-        """Writes what waits. Raises PentadError if the disk still does not take it."""
+    def change(self, change: Change) -> None:
+        """Has it made after all earlier ones. Raises PentadError if too many wait already."""
         with self.lock:
-            while self.waiting:
-                change = self.waiting[0]
-                if change.lines and change.size is None:
-                    change = self.waiting[0] = change._replace(size=size_of(change.path))
-                self._write(change)
-                self.waiting.popleft()  # last: what Ctrl-C interrupts is written again, in the same place
-            if self.failed:
-                self.note(f"the run's files are complete again: {self.failed} changes have waited in memory")
-                self.failed = 0
+            self.waiting.append(change)
+            self._start()
+            if len(self.waiting) > MOST_WAITING:
+                raise PentadError(f"{self._stuck()}, and {len(self.waiting)} changes wait in memory")
+
+    def wait(self) -> None:
+        """Until the disk has taken what was recorded, or refused it; for WAIT_SECONDS at most, and not again before it
+        has caught up."""
+        with self.lock:
+            if not self.is_behind:
+                self.is_behind = not self.stopped.wait_for(lambda: not self.is_writing, WAIT_SECONDS)
+
+    def problem(self) -> str:
+        """Why what was recorded waits in memory; empty if the disk takes it."""
+        with self.lock:
+            idle = time.monotonic() - self.moved_at
+            is_stuck = self.refusal is not None or (self.is_writing and idle > HANG_SECONDS)
+            return self._stuck() if is_stuck else ""
+
+    def flush(self, seconds: float | None) -> None:
+        """Waits until the disk has taken what was recorded. Raises PentadError if it refuses that, or takes more than
+        these seconds, None: however long it takes."""
+        with self.lock:
+            self._start()
+            if not self.stopped.wait_for(lambda: not self.is_writing, seconds):
+                raise PentadError(self._stuck())
+            if self.refusal is not None:
+                raise self.refusal
 
     def sync(self) -> None:
-        """Writes what waits, and has the disk keep what was appended, while others append. Raises PentadError if it
-        does not."""
+        """Has the disk keep what was recorded, while others append. Waits for as long as it takes; raises PentadError
+        if the disk refuses it."""
         with self.syncing:
             with self.lock:
-                self.flush()
+                self.flush(None)
                 paths, self.unsynced = self.unsynced, set()
             try:
                 for path in sorted(paths):
@@ -93,41 +144,79 @@ class RunFiles:
                     self.unsynced |= paths
                 raise
 
-    def _write(self, change: Change) -> None:
-        if change.size is None:
-            replace_file(change.path, change.content)
-        else:
-            self.unsynced.add(change.path)
-            append(change.path, change.lines, change.size)
-
     def settle(self) -> None:
-        """At the end of a run: waits a while for the disk. Raises PentadError if it takes no more."""
-        until = time.monotonic() + SETTLE_SECONDS
+        """Waits a while for the disk, at the end of a run, and once. Raises PentadError, with what is lost, if it stays
+        away."""
+        until = time.monotonic() + (0.0 if self.is_given_up else SETTLE_SECONDS)
         while True:
-            try:
-                return self.flush()
-            except PentadError:
+            with self.lock:
+                self._start()
+                self.stopped.wait_for(lambda: not self.is_writing, max(WAIT_SECONDS, until - time.monotonic()))
+                if not self.waiting:
+                    return
                 if time.monotonic() > until:
-                    raise
-                time.sleep(RETRY_SECONDS)
+                    self.is_given_up = True
+                    raise PentadError(f"{self._stuck()}; not written are {self._lost()}") from self.refusal
+            time.sleep(RETRY_SECONDS)
 
-    def _change(self, change: Change) -> None:
-        with self.lock:
-            self.waiting.append(change)
+    def _start(self) -> None:
+        """Has a thread write what waits, unless one does."""
+        if self.waiting and not self.is_writing:
+            self.is_writing, self.moved_at = True, time.monotonic()
             try:
-                self.flush()
-            except PentadError as error:
-                if len(self.waiting) > MOST_WAITING:
+                in_daemon(self._write)
+            except BaseException:  # Ctrl-C, or no more threads: the next change tries again
+                self.is_writing = False
+                raise
+
+    def _write(self) -> None:
+        """In a thread of its own, until nothing waits or the disk refuses a change."""
+        with self.turn:
+            while True:
+                with self.lock:
+                    if not self.waiting:
+                        self.is_behind = False
+                        return self._stop(None)
+                    change = self.waiting[0]
+                try:
+                    change.do()
+                except BaseException as error:
+                    self._stop(error)
+                    if isinstance(error, Exception):
+                        return  # who settles or syncs raises it
                     raise
-                if not self.failed:
-                    self.note(f"{error}; until then it is kept in memory, and no checkpoint is committed")
-                self.failed = max(self.failed, len(self.waiting))
+                with self.lock:
+                    self.waiting.popleft()
+                    self.moved_at = time.monotonic()
+
+    def _stop(self, refusal: BaseException | None) -> None:
+        with self.lock:
+            self.refusal, self.is_writing = refusal, False
+            self.stopped.notify_all()
+
+    def _stuck(self) -> str:
+        if self.refusal is not None:
+            return str(self.refusal)
+        return f"{self.folder} has taken nothing for {time.monotonic() - self.moved_at:.1f} s"
+
+    def _lost(self) -> str:
+        lines = Counter[str]()
+        for change in self.waiting:
+            lines[change.path.name] += change.lines
+        return ", ".join(
+            f"{count} line{'s' * (count > 1)} of {name}" if count else name for name, count in lines.items()
+        )
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a file atomically."""
     with atomic_file(path) as partial:
         partial.write_bytes(content)
+
+
+def drop_steps(path: Path, step: int) -> None:
+    """Drops the lines of `step` and later ones."""
+    replace_file(path, lines_before(path, step))
 
 
 @contextmanager

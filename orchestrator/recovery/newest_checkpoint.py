@@ -77,8 +77,7 @@ class NewestIntact:
     def is_intact(self, folder: Location) -> bool:
         """Reads all of a checkpoint; without one that is damaged `find` will do."""
         try:
-            self._answered(partial(open_checkpoint, folder))
-            open_current(self.bus.folder, folder)
+            self._answered(partial(looked_up, partial(self._read, folder), self.seconds))
         except Unreadable:
             raise
         except PentadError as error:
@@ -102,6 +101,10 @@ class NewestIntact:
                 raise PentadError(f"{self.bus.folder.checkpoints} stood still for {limit:g} s: expected an answer")
 
         return check
+
+    def _read(self, folder: Location) -> None:
+        open_checkpoint(folder)
+        open_current(self.bus.folder, folder)
 
     def _open(self, folder: Location) -> Checkpoint:
         if folder in self.damaged:

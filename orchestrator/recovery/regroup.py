@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -61,6 +61,7 @@ class Regroup:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.full, self.start, self.copies = full, start, copies
         self.spares = Spares(config.elastic.spares, group, bus)
+        self.record: Callable[[RecoveryState], None] = lambda state: None  # steps that the driver had not heard of
         self.former: list[Member] = []  # of a larger mesh: no ranks any more, but they may hold parts of the state
 
     @property
@@ -301,7 +302,7 @@ class Regroup:
 
     def save(self, state: RecoveryState) -> None:
         """Writes a checkpoint of the newest state, unless there is an intact one, each part by one of the current ranks
-        that hold it."""
+        that hold it. It counts once the disk keeps the records of its steps. Raises PentadError."""
         began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)
         newest = self._newest(restart=True)
         if state.version in newest.saved():
@@ -311,6 +312,8 @@ class Regroup:
         saved = owned(group.plan, state.current)
         refs, tick = group.submit_save_of(saved, path, state.version), newest.moving(self._check_answers())
         shards = [shard for its in group.collect(refs, tick=tick) for shard in its]
+        self.record(state)
+        self.bus.keep_records()
         (committed,) = group.collect(group.submit_commit(path, state.version, shards, min(saved)), tick=tick)
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
         facts = {"seconds": seconds, "manifest": committed.manifest, "bytes": size}

@@ -10,8 +10,9 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.evaluations import best_of
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.background import within
+from pentad.workers.background import in_daemon
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Unreadable, fingerprint, open_checked, read_manifest
+from pentad.workers.checkpoint.checksums import activity
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.retention import listed
 
@@ -43,12 +44,14 @@ def kept_steps(config: RunConfig, saved: Collection[int], evaluations: Sequence[
 
 
 def looked_up(read: Callable[[], T], seconds: float = LOOKUP_SECONDS) -> T:
-    """What a read of the checkpoints' storage returns. Raises Unreadable if it takes longer, so that nothing waits for
-    storage that hangs."""
-    try:
-        return within(seconds, read)
-    except TimeoutError:
-        raise Unreadable(f"the checkpoints' storage has not answered within {seconds:g} s") from None
+    """What a read of the checkpoints' storage returns. Raises Unreadable if storage has given nothing for that long, so
+    that nothing waits for one that hangs; a read of all of a checkpoint may take longer."""
+    result, seen = in_daemon(read), -1
+    while seen != activity.chunks:
+        seen = activity.chunks
+        with suppress(TimeoutError):
+            return result.result(seconds)
+    raise Unreadable(f"the checkpoints' storage has not answered within {seconds:g} s")
 
 
 def saved_steps(bus: EventBus) -> list[int]:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import Refusal, Superseded, WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
@@ -69,7 +68,8 @@ def drive(
         room = stack.enter_context(reserved_or_left(config, plan, head, display, runner))
         cluster, plan, parked = room.cluster, room.plan, room.parked
         folder = stack.enter_context(RunFolder(config, plan))
-        _show_cluster(display, cluster)
+        for note in cluster.notes:
+            display.note(note)
         began = _resume(config, folder, display, origin) if parked is None else _adopt(config, folder, parked, origin)
         bus, requests = EventBus(config, folder, display, began.step, cluster.dashboard), ControlRequests()
         with watched_head(cluster, bus), monitored(config, bus, requests), _failures_recorded(bus):
@@ -79,7 +79,7 @@ def drive(
             bus.record("start", step=began.step, program=plan.program.hash, **facts)
             if room.check is not None:
                 bus.record("check", **room.check.facts)
-            folder.files.settle()  # nothing is lost yet by waiting for the disk
+            bus.settle()  # nothing is lost yet by waiting for the disk
             if parked is None:
                 group = stack.enter_context(_started(config, room, bus, began, runner))
             else:
@@ -90,7 +90,7 @@ def drive(
             done = _run_generations(config, group, bus, requests, start, parked)
             state = "finished" if done == config.run.steps else "stopped"
             bus.record("end" if state == "finished" else "stop", generation=group.generation, step=done)
-            folder.files.settle()
+            bus.settle()
             bus.set_state(state)
     return done
 
@@ -197,11 +197,12 @@ def _run_in_turn(
     saved_at, shown, hanging = time.monotonic(), None, None
     while True:
         record_committed(bus, saved)
+        given = config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup
+        steps = StepLoop(*given, shrunk=not recovery.ranks.is_full, hanging=hanging)
+        recovery.ranks.record = partial(_record_surviving, steps)
         state = None
         if parked is not None:
             state, parked = recovery.adopt(parked.lost, first), None
-        given = config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup
-        steps = StepLoop(*given, shrunk=not recovery.ranks.is_full, hanging=hanging)
         try:
             if state is None:
                 bus.ranks_placed(group)
@@ -276,15 +277,6 @@ def _write_timelines(bus: EventBus, history: History) -> None:
             bus.folder.save_expert_load(*bus.expert_load)
     except PentadError as error:
         bus.display.note(f"no timeline: {error}")
-
-
-def _show_cluster(display: Display, cluster: Cluster) -> None:
-    if cluster.note:
-        display.note(cluster.note)
-    if cluster.dashboard:
-        token = f" (token in {cluster.token_file})" if cluster.token_file else ""
-        when = " (starts after the first step)" if cluster.local else ""
-        display.note(f"Ray dashboard{when}: {cluster.dashboard}{token}")
 
 
 class Beginning(NamedTuple):
@@ -370,13 +362,10 @@ def _failures_recorded(bus: EventBus) -> Iterator[None]:
     try:
         yield
     except WorkerError as error:
-        _record_failure(bus, rank=error.rank, error=str(error))
-        path = bus.folder.path / FAILURE
-        try:
-            path.write_text(f"{error}\n\n{error.detail}\n", encoding="utf-8")
-        except OSError:
-            raise error from None
-        raise WorkerError(f"{error} (more in {path})", error.rank, error.detail, fault=error.fault) from None
+        if not _record_failure(bus, f"{error}\n\n{error.detail}\n", rank=error.rank, error=str(error)):
+            raise
+        named = f"{error} (more in {bus.folder.path / FAILURE})"
+        raise WorkerError(named, error.rank, error.detail, fault=error.fault) from None
     except Superseded:
         raise
     except BaseException as error:
@@ -384,11 +373,18 @@ def _failures_recorded(bus: EventBus) -> Iterator[None]:
         raise
 
 
-def _record_failure(bus: EventBus, **facts: Any) -> None:
-    with suppress(PentadError):  # a full disk, perhaps the failure itself
+def _record_failure(bus: EventBus, details: str = "", **facts: Any) -> bool:
+    """Whether the disk has taken it: it may be full, which is perhaps the failure itself."""
+    try:
+        if details:
+            bus.folder.files.replace(bus.folder.path / FAILURE, details.encode())
         bus.record("failure", **facts)
-        bus.folder.files.settle()
-    bus.set_state("failed")
+        bus.settle()
+    except PentadError:
+        return False
+    finally:
+        bus.set_state("failed")
+    return True
 
 
 def _ranks(group: WorkerGroup) -> list[dict[str, Any]]:

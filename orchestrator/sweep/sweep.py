@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pentad.orchestrator.monitoring.runfolder import locked
 from pentad.orchestrator.records.run_files import replace_file
+from pentad.orchestrator.records.run_lock import locked
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.sweep.free_devices import FreeDevices
 from pentad.orchestrator.sweep.page import page_of

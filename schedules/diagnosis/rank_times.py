@@ -99,8 +99,13 @@ def _host_and_receives(view: StepView) -> dict[tuple[int, str, int], float]:
     return found
 
 
+def to_bytes(times: Iterable[RankTime]) -> bytes:
+    """The content of an Arrow file."""
+    return file_bytes(table_of(times, SCHEMA))
+
+
 def save(times: Iterable[RankTime], path: Path) -> None:
-    path.write_bytes(file_bytes(table_of(times, SCHEMA)))
+    path.write_bytes(to_bytes(times))
 
 
 def load(path: Path) -> tuple[RankTime, ...]:

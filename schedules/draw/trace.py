@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,22 +30,21 @@ class _Slice(NamedTuple):
     tid: int
 
 
-def write_trace(
-    path: Path,
+def trace_bytes(
     timelines: Sequence[Timeline],
     *,
     process_names: dict[int, str] | None,
     profiles: Profiles = MappingProxyType({}),
-) -> None:
-    """Writes gzipped JSON; equal timelines give equal bytes. Each timeline starts at time 0, in its own processes.
+) -> bytes:
+    """Gzipped JSON; equal timelines give equal bytes. Each timeline starts at time 0, in its own processes.
 
     `process_names` (rank -> name, such as 'rank 2 (dp0 pp2)') name measured ranks, and simulated ones if those are the
     same ranks. `profiles` are of ranks of the first timeline, on its clock: each is below the lanes of its rank.
     """
     stride = 10 ** len(str(max((span.rank for timeline in timelines for span in timeline.spans), default=0)))
     encode = json.JSONEncoder(separators=(",", ":")).encode
+    raw = io.BytesIO()
     with (
-        path.open("wb") as raw,
         gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed,
         io.TextIOWrapper(packed, encoding="utf-8") as sink,
     ):
@@ -59,6 +57,7 @@ def write_trace(
                 sink.write(separator + encode(event))
                 separator = ",\n"
         sink.write("\n]}\n")
+    return raw.getvalue()
 
 
 def _events(

@@ -120,8 +120,12 @@ class Timeline:
         source = (table.schema.metadata or {}).get(b"source", b"measured").decode(errors="replace")
         return Timeline(source, tuple(map(Span._make, rows_of(table))))
 
+    def to_bytes(self) -> bytes:
+        """The content of an Arrow file."""
+        return file_bytes(self.to_arrow())
+
     def save(self, path: Path) -> None:
-        path.write_bytes(file_bytes(self.to_arrow()))
+        path.write_bytes(self.to_bytes())
 
     @staticmethod
     def load(path: Path) -> Timeline:

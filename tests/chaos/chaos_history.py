@@ -289,7 +289,7 @@ class Simulation:
             self.recovers = False
             self._rejoin()
             self.world.wait(max(0.0, self.faults.away_until - self.world.now))
-            self.check_files()
+            self.check_files(may_be_torn=status != 0)
             if status == 0:
                 break
             if "checkpoint.restart_if_damaged" in message:  # as the error says
@@ -332,7 +332,7 @@ class Simulation:
                 node.is_alive = True
             assert not node.cut_off, bundle
 
-    def check_files(self) -> None:
+    def check_files(self, *, may_be_torn: bool) -> None:
         """What `pentad verify` checks, except that the samples are those of this simulation."""
         run = self.folder / "chaos"
         path = run / AUDIT
@@ -341,7 +341,9 @@ class Simulation:
         metrics = read_lines(run / runfolder.METRICS)
         lines = path.read_bytes().split(b"\n")[:-1]
         history = verification.replay(read_chain(lines, str(path)), str(path))
-        verification._compare_metrics(*_without_torn_end(history, metrics), run)
+        if may_be_torn:
+            _cut_torn_end(history, metrics)
+        verification._compare_metrics(history, metrics, run)
         if not self.damaged:
             verification._compare_checkpoints(history, self.checkpoints)
         for number, step in history.steps.items():
@@ -357,13 +359,11 @@ class Simulation:
         return [row["step"] for row in rows]
 
 
-def _without_torn_end(history: Any, metrics: Any) -> tuple[Any, Any]:
-    """A driver that dies between the two files leaves a step in audit.jsonl that metrics.jsonl lacks: the next command
-    rewinds it."""
-    last = max(history.steps, default=-1)
-    if last >= 0 and all(row["step"] != last for row in metrics):
-        history.steps = {number: step for number, step in history.steps.items() if number != last}
-    return history, metrics
+def _cut_torn_end(history: Any, metrics: Any) -> None:
+    """A driver that dies between the two files leaves steps of a call in audit.jsonl that metrics.jsonl lacks: the next
+    command rewinds them."""
+    last = max((row["step"] for row in metrics), default=-1)
+    history.steps = {number: step for number, step in history.steps.items() if number <= last}
 
 
 def play(scenario: Scenario, folder: Path, current: list[Simulation]) -> Simulation:

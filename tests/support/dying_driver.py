@@ -45,7 +45,7 @@ POINTS: dict[str, tuple[type, str, Condition, bool]] = {
     "a step is in audit.jsonl, but not in metrics.jsonl": (
         RunFolder,
         "_audit",
-        lambda folder, entry: entry["event"] == "step" and entry["step"] == STEP,
+        lambda folder, *entries: any((each["event"], each.get("step")) == ("step", STEP) for each in entries),
         True,
     ),
     "a checkpoint is written, but not committed": (Saving, "_commit", always, False),
@@ -68,6 +68,8 @@ def die_at(point: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         result = method(*arguments, **options)
         if dies:
+            if kind is RunFolder:
+                arguments[0].files.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 

@@ -115,5 +115,5 @@ def ended_run(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         run.bus.folder.timelines(Timeline("measured", measured.spans), costs_of(run.plan))
         run.bus.folder.save_expert_load(*run.bus.expert_load)
         run.bus.record("end")
-        run.bus.folder.files.flush()
+        run.bus.folder.files.settle()
         return run.bus.folder.path, run.data.state(), run.data.experts()

@@ -21,8 +21,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Prove from a run's files that each sample of its steps counted once, whatever failed meanwhile."""
-    from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, METRICS, locked, resolve_run
+    from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, METRICS, resolve_run
     from pentad.orchestrator.records.json_lines import read_lines
+    from pentad.orchestrator.records.run_lock import locked
     from pentad.orchestrator.records.verify import verify as verified
 
     path = resolve_run(run)

@@ -20,7 +20,7 @@ def test_an_xid_is_recorded_when_it_is_new(tmp_path: Path) -> None:
         for xids in ((), (79,), (79,), (79, 79, 31), (13,)):  # the last one of another process
             states = {rank: Status(1, 0, "", 0.0, gpu=GpuState(xids=xids if rank == 2 else ())) for rank in range(4)}
             run.bus.update_ranks(states, {})
-        run.bus.folder.files.flush()
+        run.bus.folder.files.settle()
         found = [row for row in read_lines(run.bus.folder.path / JOURNAL) if row["event"] == "xid"]
     assert [(row["rank"], row["xid"]) for row in found] == [(2, 79), (2, 79), (2, 31), (2, 13)]
     assert len(notes) == 4 and notes[0].endswith("rank 2, reported XID 79: the GPU has fallen off the bus")

@@ -54,7 +54,7 @@ def finished(folder: Path, device: str, hosts: int, *words: str) -> Path:
         if plan.eval is not None:
             opened.eval_timeline(measured_by(plan.eval.program, plan))
         opened.event("end", step=4)
-        opened.files.flush()
+        opened.files.settle()
         return opened.path
 
 

@@ -6,6 +6,8 @@ import errno
 import io
 import os
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ from pentad.orchestrator.records import run_files
 from pentad.orchestrator.records.hash_chain import linked, read_chain
 from pentad.orchestrator.records.json_lines import append, read_lines
 from pentad.orchestrator.records.run_files import RunFiles
+from pentad.workers import background
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def test_lines_of_several_threads_are_there_once_and_in_the_order_of_each(tmp_path: Path) -> None:
-    files, path, count = RunFiles(), tmp_path / "journal.jsonl", 400
+    files, path, count = RunFiles(tmp_path), tmp_path / "journal.jsonl", 400
 
     def record(who: int) -> None:
         for number in range(count):
@@ -31,35 +34,58 @@ def test_lines_of_several_threads_are_there_once_and_in_the_order_of_each(tmp_pa
         each.start()
     for each in threads:
         each.join()
+    files.settle()
     rows = read_lines(path)
     assert [[row["number"] for row in rows if row["who"] == who] for who in range(3)] == [[*range(count)]] * 3
 
 
-@pytest.mark.parametrize("writes", [False, True])
-def test_a_line_that_is_interrupted_is_written_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_line_whose_recording_is_interrupted_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: bool
 ) -> None:
-    files, path, hash_ = RunFiles(), tmp_path / "audit.jsonl", ""
-    calls = 0
+    """By Ctrl-C, before or after the thread that writes it is there."""
+    files, path, hash_ = RunFiles(tmp_path), tmp_path / "audit.jsonl", ""
+    interrupted = [True]
 
-    def interrupted(where: Path, lines: str, size: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls != 2 or writes:
-            append(where, lines, size)
-        if calls == 2:
+    def in_daemon(write: Any) -> Any:
+        if starts or not interrupted:
+            background.in_daemon(write)
+        if interrupted:
+            interrupted.pop()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_files, "append", interrupted)
+    monkeypatch.setattr(run_files, "in_daemon", in_daemon)
     for step in range(4):
         entry = linked({"event": "step", "step": step}, hash_)
         hash_ = entry["hash"]
-        try:
+        with suppress(KeyboardInterrupt):
             files.append(path, entry)
-        except KeyboardInterrupt:
-            assert step == 1
+    files.settle()
     entries = read_chain(path.read_bytes().splitlines(), "audit.jsonl")
     assert [entry["step"] for entry in entries] == [0, 1, 2, 3]
+
+
+def test_what_waits_is_written_in_order_by_one_thread_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, path, writers = RunFiles(tmp_path), tmp_path / "journal.jsonl", set[int]()
+
+    def seen(where: Path, lines: str, size: int) -> None:
+        writers.add(threading.get_ident())
+        append(where, lines, size)
+
+    monkeypatch.setattr(run_files, "append", seen)
+    before = threading.active_count()
+    with files.lock:  # which keeps the writer from beginning
+        for number in range(3):
+            files.append(path, {"number": number})
+        files.replace(path, b"")
+        files.append(path, {"number": 3})
+    files.settle()
+    assert [row["number"] for row in read_lines(path)] == [3] and len(writers) == 1
+    assert threading.get_ident() not in writers
+    while threading.active_count() > before:
+        time.sleep(0.01)
 
 
 class FullDisk(io.FileIO):
@@ -90,7 +116,9 @@ class FullDisk(io.FileIO):
 def test_lines_that_a_full_disk_has_taken_in_part_are_there_once_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    files, path, other = RunFiles(), tmp_path / "metrics.jsonl", tmp_path / "journal.jsonl"
+    files, path, other = RunFiles(tmp_path), tmp_path / "metrics.jsonl", tmp_path / "journal.jsonl"
+    for each in (path, other):
+        files.open(each)
     open_ = Path.open
     opened = lambda path, mode="r", *given, **more: (  # noqa: E731
         FullDisk(path, mode.replace("b", "")) if "a" in mode else open_(path, mode, *given, **more)
@@ -100,6 +128,7 @@ def test_lines_that_a_full_disk_has_taken_in_part_are_there_once_in_the_end(
         monkeypatch.setattr(FullDisk, "fails", fails if 2 <= step < 5 else "")
         files.append(path, {"step": step})
         files.append(other, {"step": step}, {"step": step, "more": "lines"})
+        files.wait()
         assert [row["step"] for row in files.rows(path)] == list(range(step + 1))
         assert len(files.rows(other)) == 2 * (step + 1)
     assert not files.waiting
@@ -125,9 +154,28 @@ def test_what_was_appended_is_on_the_disk_before_a_checkpoint_is_committed(
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", recorded)
-    files, paths = RunFiles(), [tmp_path / "journal.jsonl", tmp_path / "metrics.jsonl"]
+    files, paths = RunFiles(tmp_path), [tmp_path / "journal.jsonl", tmp_path / "metrics.jsonl"]
     for path in paths:
         files.append(path, {"step": 1})
     files.sync()
     files.sync()
     assert synced == [*map(str, paths)]
+
+
+def test_nobody_waits_for_a_slow_disk_again_before_it_has_caught_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(where: Path, lines: str, size: int) -> None:
+        time.sleep(0.3)
+        append(where, lines, size)
+
+    monkeypatch.setattr(run_files, "append", slow)
+    monkeypatch.setattr(run_files, "WAIT_SECONDS", 0.1)
+    files, path, began = RunFiles(tmp_path), tmp_path / "journal.jsonl", time.monotonic()
+    for number in range(6):
+        files.append(path, {"number": number})
+        files.wait()
+    assert time.monotonic() - began < 1.0 and not files.problem()
+    files.settle()
+    assert [row["number"] for row in read_lines(path)] == [*range(6)]
+    assert not files.is_behind

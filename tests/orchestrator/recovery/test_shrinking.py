@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fake_ray import FakeRun, Rank
 from recovery_runs import LINE, SHRINKS, SQUARE, StartRun, damage, die, once
 
+from pentad.orchestrator.records import run_files
 from pentad.orchestrator.recovery.recovery import CHECK_SECONDS
 from pentad.orchestrator.run import driver
+from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
+
+NO_SAVES = ("checkpoint.every=0", "checkpoint.every_seconds=0", "checkpoint.at_end=false")
 
 
 def test_without_room_the_mesh_shrinks_and_the_state_moves_through_memory(start: StartRun) -> None:
@@ -42,6 +47,39 @@ def test_a_state_for_which_there_is_no_memory_goes_through_a_checkpoint(start: S
         assert not run.fake.written
     else:  # each shard once
         assert sorted(run.fake.written[7]) == sorted(full.param_shards) and len(run.events("checkpoint")) == 1
+
+
+def test_such_a_checkpoint_counts_only_once_the_disk_keeps_the_records_of_its_steps(start: StartRun) -> None:
+    """Of the step, too, that the ranks have taken and the driver had not heard of: a run that resumes there has all."""
+    run, seen = start(*SQUARE, *SHRINKS, *NO_SAVES, "run.steps=20"), list[tuple[int, list[int], int]]()
+    run.fake.full_memory, run.fake.faults, run.fake.commits = True, {12: "node1"}, {12}
+
+    def on_call(rank: Rank, method: str) -> None:
+        if method == "commit":
+            rows = [row["step"] for row in run.rows()]
+            seen.append((rank.version, rows, len(run.folder.files.unsynced)))
+
+    run.fake.on_call = on_call
+    run.group.restore(Start())
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == 20
+    assert seen == [(13, [*range(13)], 0)]
+    assert [row["step"] for row in run.rows()] == [*range(20)]
+
+
+def test_such_a_checkpoint_does_not_count_while_the_disk_takes_no_records(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, lines: str, size: int) -> None:
+        raise PentadError(f"{path} cannot be written")
+
+    run = start(*SQUARE, *SHRINKS)
+    monkeypatch.setattr(run_files, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(run_files, "append", full)
+    run.fake.full_memory, fault = True, run.lose(1, 3)
+    run.fake.lose_node("node1")
+    with pytest.raises(PentadError, match=r"jsonl cannot be written; not written are "):
+        run.recovery.recover(fault, 7)
+    assert run.folder.saved() == []
 
 
 def test_a_damaged_checkpoint_of_the_surviving_state_is_saved_again(start: StartRun) -> None:

@@ -17,9 +17,11 @@ from recovery_runs import SAVES, drive
 
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records import run_files
-from pentad.orchestrator.recovery import retention
+from pentad.orchestrator.recovery import newest_checkpoint, retention
 from pentad.orchestrator.run import driver, saving
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import Unreadable
+from pentad.workers.checkpoint.checksums import activity
 
 HANGS = (*SAVES, "checkpoint.hang_seconds=5")
 
@@ -183,4 +185,37 @@ def test_lookups_between_generations_wait_for_no_storage_that_hangs(
     monkeypatch.setattr(retention, "looked_up", partial(retention.looked_up, seconds=0.05))
     run.fake.faults = {10: (2,)}
     assert drive(run)[-1] == ("checkpoint", 12) and run.events("recovered")
+    hangs.set()
+
+
+def test_a_checkpoint_whose_content_storage_does_not_give_is_neither_intact_nor_damaged(
+    start: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, hangs = start(*SAVES), threading.Event()
+    run.save(5)
+    monkeypatch.setattr(newest_checkpoint, "open_checkpoint", lambda folder: hangs.wait())
+    newest = newest_checkpoint.NewestIntact(run.bus, 0.1, restart=False)
+    with pytest.raises(Unreadable, match=r"has not answered within 0\.1 s$"):
+        newest.is_intact(run.folder.checkpoint(5))
+    assert not newest.damaged
+    hangs.set()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_read_may_take_long_while_storage_answers(ends: bool) -> None:
+    hangs = threading.Event()
+
+    def read() -> str:
+        for _ in range(8):
+            hangs.wait(0.05)
+            activity.chunks += 1
+        if not ends:
+            hangs.wait()
+        return "read"
+
+    if ends:
+        assert retention.looked_up(read, 0.2) == "read"
+    else:
+        with pytest.raises(Unreadable, match=r"has not answered within 0\.2 s$"):
+            retention.looked_up(read, 0.2)
     hangs.set()

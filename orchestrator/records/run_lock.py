@@ -1,0 +1,52 @@
+"""The lock of a run's folder, which others cannot take until it is closed or the process ends. Its file holds the
+process, and the newest generation of the run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pentad.orchestrator.records.json_lines import reported
+from pentad.schedules.ir.errors import PentadError
+
+LOCK = ".lock"
+_GENERATION_AT = 20  # bytes
+
+
+class RunLock:
+    """`generation` is the newest one that was saved before."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        """Raises PentadError with `problem`, in which {holder} is a process, if one holds it."""
+        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.file = os.fdopen(descriptor, "r+b", buffering=0)
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, _GENERATION_AT, 0).decode().strip() or "unknown"
+            self.close()
+            raise PentadError(problem.replace("{holder}", holder)) from None
+        os.pwrite(descriptor, b"%-20d" % os.getpid(), 0)
+        text = os.pread(descriptor, 20, _GENERATION_AT)
+        self.generation = int(text) if text.strip().isdigit() else 0
+
+    def save(self, generation: int) -> None:
+        """In place, which takes no room."""
+        os.pwrite(self.file.fileno(), b"%20d" % generation, _GENERATION_AT)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@contextmanager
+def locked(path: Path, problem: str) -> Iterator[None]:
+    """Keeps others from running in the folder of a run. Raises PentadError as RunLock does."""
+    with reported(path / LOCK):
+        lock = RunLock(path, problem)
+    try:
+        yield
+    finally:
+        lock.close()
