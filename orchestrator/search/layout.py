@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from pentad.orchestrator.activations.activation_memory import cuts
@@ -34,7 +34,7 @@ from pentad.orchestrator.planning.parameter_collectives import (
     replica_seconds,
 )
 from pentad.orchestrator.planning.planning import default_gathered
-from pentad.orchestrator.search.space import Order, Placement, Setting, placement_of
+from pentad.orchestrator.search.space import Order, Placement, placement_of
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import Array
 from pentad.schedules.ir.errors import PentadError
@@ -139,11 +139,6 @@ class Work:
         if key not in self._layouts:
             self._layouts[key] = Layout(self, placement, piece, unit_layers, by_layer)
         return self._layouts[key]
-
-    def layout_of(self, setting: Setting) -> Layout:
-        by_layer = setting.recompute != "none" or setting.offload > 0
-        given = setting.mesh, setting.microbatches, setting.order, setting.unit_layers
-        return self.layout(*given, by_layer=by_layer, shards=setting.shards or 0)
 
     def rates_of(self, mesh: Mesh) -> Rates:
         """Those with which no plan on this mesh takes longer than with its own: those with graphs, if it may have
@@ -276,8 +271,7 @@ class Layout:
     @cached_property
     def layers_before(self) -> list[int]:
         """Layers of earlier units of its stage, by unit."""
-        counts = [len(unit.numbers) for unit in self.layers]
-        return [sum(counts[self.units_of_stages[stage].start : unit]) for unit, stage in enumerate(self.stage_of)]
+        return [unit.first - self.stages[of].first for unit, of in zip(self.layers, self.stage_of, strict=True)]
 
     @cached_property
     def units_of_ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -287,6 +281,12 @@ class Layout:
     def kinds(self) -> tuple[int, ...]:
         """The kind of each unit: units of one kind cost and hold the same."""
         return tuple(map(self.work.kind, self.layers))
+
+    @cached_property
+    def runs_of_stages(self) -> list[list[range]]:
+        """The units of each stage, divided into those of one kind that follow each other."""
+        runs = [[list(run) for _, run in groupby(units, self.kinds.__getitem__)] for units in self.units_of_stages]
+        return [[range(run[0], run[-1] + 1) for run in of_stage] for of_stage in runs]
 
     @cached_property
     def alike(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -25,6 +26,7 @@ from pentad.schedules.spec.lora import shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.tensors import LayerRange
 
+Runs = list[tuple[UnitBytes, int]]  # the units of a stage: equal ones that follow each other, and how many there are
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
 
 
@@ -153,7 +155,8 @@ class MemoryBounds:
         order; those of a custom model's activations, which take long to count, are left out."""
         layout, found = self.layout, 0
         saving = setting.recompute, setting.recompute_layers, setting.offload
-        kinds = (self._in_any_order, layout.alike, layout.known), (self._activations, self.ranks, self._known)
+        different = dict.fromkeys(layout.alike)
+        kinds = (self._in_any_order, different, layout.known), (self._activations, self.ranks, self._known)
         for activations, ranks, known in kinds:
             for rank in ranks:
                 state = state_bytes(layout, rank, setting.zero, setting.max_gathered)
@@ -169,10 +172,8 @@ class MemoryBounds:
         where stages have mirrors, of its own."""
         held = self.layout.placement[rank]
         stages = {stage: self._of_stage(stage, setting) for stage in held}
-        saved = {stage: sum(each.saved for each in units) for stage, units in stages.items()}
-        taken = {
-            stage: saved[stage] + min(_during("B", units), _during("BW", units)) for stage, units in stages.items()
-        }
+        saved = {stage: sum(unit.saved * count for unit, count in runs) for stage, runs in stages.items()}
+        taken = {stage: saved[stage] + min(_during("B", runs), _during("BW", runs)) for stage, runs in stages.items()}
         if self.layout.holders == 1:
             taken[max(held)] += sum(saved.values()) - saved[max(held)]
         return max(taken.values())
@@ -181,10 +182,10 @@ class MemoryBounds:
         if setting.offload:
             return self._beside_copies(rank, setting)
         stages = self.layout.placement[rank]
-        units = {stage: self._of_stage(stage, setting) for stage in stages}
-        bytes_of = np.array([sum(each[k] for each in units[stage]) for k in (0, 1) for stage in stages])
+        runs = {stage: self._of_stage(stage, setting) for stage in stages}
+        bytes_of = np.array([sum(unit[k] * count for unit, count in runs[stage]) for k in (0, 1) for stage in stages])
         held = self._held(rank)
-        during = np.array([_during(name, units[stage]) for name, stage in held.actions])
+        during = np.array([_during(name, runs[stage]) for name, stage in held.actions])
         return max(0, int((held.rows @ bytes_of + during[held.of]).max()))
 
     def _beside_copies(self, rank: int, setting: Setting) -> int:
@@ -220,12 +221,16 @@ class MemoryBounds:
         before = self.layout.layers_before[unit]
         return setting.recompute_layers is not None and before >= setting.recompute_layers
 
-    def _of_stage(self, stage: int, setting: Setting) -> list[UnitBytes]:
-        found = list[UnitBytes]()
-        for unit in self.layout.units_of_stages[stage]:
-            layers = len(self.layout.layers[unit].numbers)
-            mode = setting.recompute if layers and not self._is_late(unit, setting) else "none"
-            found.append(self._of_unit(unit, mode, setting.offload if layers else 0.0))
+    def _of_stage(self, stage: int, setting: Setting) -> Runs:
+        found, before = Runs(), self.layout.layers_before
+        for run in self.layout.runs_of_stages[stage]:
+            first, saves = run.start, bool(self.layout.layers[run.start].numbers)
+            mode, share = (setting.recompute, setting.offload) if saves else ("none", 0.0)
+            late = run.stop  # the first unit that does not recompute
+            if setting.recompute_layers is not None:
+                late = bisect_left(before, setting.recompute_layers, first, run.stop)
+            found += [(self._of_unit(first, mode, share), late - first)] * (late > first)
+            found += [(self._of_unit(first, "none", share), run.stop - late)] * (late < run.stop)
         return found
 
     def _of_unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
@@ -248,10 +253,12 @@ class MemoryBounds:
         return UnitBytes(saved, found.deferred, found.forward(mode).peak, backward, both)
 
 
-def _during(name: str, units: Sequence[UnitBytes]) -> int:
+def _during(name: str, runs: Runs) -> int:
     """The most bytes beyond those before it that an action of a stage takes, unit by unit."""
     most = passed = 0
-    for unit in units if name == "F" else reversed(units):
-        most = max(most, passed + (unit.forward if name == "F" else unit.backward if name == "B" else unit.both))
-        passed += unit.saved if name == "F" else unit.deferred * (name == "B") - unit.saved
+    for unit, count in runs if name == "F" else reversed(runs):
+        own = unit.forward if name == "F" else unit.backward if name == "B" else unit.both
+        each = unit.saved if name == "F" else unit.deferred * (name == "B") - unit.saved
+        most = max(most, passed + own + max(0, each * (count - 1)))
+        passed += each * count
     return most
