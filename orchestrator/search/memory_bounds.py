@@ -60,9 +60,9 @@ def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
 
 def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, *, buffers: bool = True) -> int:
     """Weights, gradients, master weights and moments of a pipeline rank, and the smallest buffers that ZeRO needs."""
-    key = "state", layout.alike[rank], zero, max_gathered, buffers
+    key = "state", layout.units.alike[rank], zero, max_gathered, buffers
     if key not in layout.known:
-        layout.known[key] = _state_bytes(layout, layout.units_of_ranks[rank], zero, max_gathered, buffers=buffers)
+        layout.known[key] = _state_bytes(layout, layout.units.of_ranks[rank], zero, max_gathered, buffers=buffers)
     return int(layout.known[key])
 
 
@@ -74,7 +74,7 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
     of_experts = layout.piece.zero_shards or mesh.dp * mesh.cp * layout.holders
     of_rest = layout.piece.zero_shards or of_experts * mesh.ep
     shard = sum(dense / of_rest + experts / of_experts for dense, experts in by_unit) if zero else full
-    frozen = sum(_frozen(layout, layout.layers[unit]) for unit in units) if work.lora is not None else 0
+    frozen = sum(_frozen(layout, layout.units.layers[unit]) for unit in units) if work.lora is not None else 0
     weights: float = (full + frozen) * compute
     if zero == 3:
         room, of_units = layout.gathered(max_gathered) or len(units), [layout.gathered_bytes[unit] for unit in units]
@@ -97,7 +97,7 @@ def _beside(layout: Layout, units: Sequence[int], sizes: Sequence[tuple[int, int
     """The most that two units of one stage have, each of which follows the other, by kind: while one computes, the next
     one is gathered, and while the gradients of one are reduced, those of the next one are added up. `sizes` are those
     of all units."""
-    stage_of = layout.stage_of
+    stage_of = layout.units.stage_of
     pairs = {(sizes[a], sizes[b]) for a, b in pairwise(units) if stage_of[a] == stage_of[b]}
     groups = [*pairs, *((size,) for size in {sizes[unit] for unit in units})]
     return sum(max(sum(size[kind] for size in group) for group in groups) for kind in (0, 1))
@@ -155,7 +155,7 @@ class MemoryBounds:
         order; those of a custom model's activations, which take long to count, are left out."""
         layout, found = self.layout, 0
         saving = setting.recompute, setting.recompute_layers, setting.offload
-        different = dict.fromkeys(layout.alike)
+        different = dict.fromkeys(layout.units.alike)
         kinds = (self._in_any_order, different, layout.known), (self._activations, self.ranks, self._known)
         for activations, ranks, known in kinds:
             for rank in ranks:
@@ -211,20 +211,20 @@ class MemoryBounds:
 
     def _with_copied(self, unit: int, setting: Setting) -> tuple[int, ...]:
         """The bytes of a unit that is not copied, and those of it that are copied."""
-        saves = bool(self.layout.layers[unit].numbers)
+        saves = bool(self.layout.units.layers[unit].numbers)
         mode = setting.recompute if saves and not self._is_late(unit, setting) else "none"
         plain = self._of_unit(unit, mode, 0.0)
         return (*plain, plain.saved - self._of_unit(unit, mode, setting.offload if saves else 0.0).saved)
 
     def _is_late(self, unit: int, setting: Setting) -> bool:
         """Whether a unit is not one of the first ones of its stage, which recompute."""
-        before = self.layout.layers_before[unit]
+        before = self.layout.units.layers_before[unit]
         return setting.recompute_layers is not None and before >= setting.recompute_layers
 
     def _of_stage(self, stage: int, setting: Setting) -> Runs:
-        found, before = Runs(), self.layout.layers_before
-        for run in self.layout.runs_of_stages[stage]:
-            first, saves = run.start, bool(self.layout.layers[run.start].numbers)
+        found, before = Runs(), self.layout.units.layers_before
+        for run in self.layout.units.runs[stage]:
+            first, saves = run.start, bool(self.layout.units.layers[run.start].numbers)
             mode, share = (setting.recompute, setting.offload) if saves else ("none", 0.0)
             late = run.stop  # the first unit that does not recompute
             if setting.recompute_layers is not None:
@@ -234,14 +234,14 @@ class MemoryBounds:
         return found
 
     def _of_unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
-        key = self.layout.kinds[unit], mode, offload
+        key = self.layout.units.kinds[unit], mode, offload
         if key not in self.layout.held:
             self.layout.held[key] = self._unit(unit, mode, offload)
         return self.layout.held[key]
 
     def _unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
         """What is offloaded does not count until it is back for its backward."""
-        found = stage_activations(self.layout.model, self.layout.layers, unit, self.layout.piece)
+        found = stage_activations(self.layout.model, self.layout.units.layers, unit, self.layout.piece)
         kept, least = found.kept(mode), min(found.kept(mode), found.not_offloadable)
         saved = least + int((1 - offload) * (kept - least)) if offload else kept
         restored = kept - saved

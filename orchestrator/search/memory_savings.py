@@ -20,7 +20,7 @@ def shardings_of(space: Space, layout: Layout) -> Iterator[tuple[Sharding, ...]]
             raise PentadError(f"zero.stage is {stage}: expected 0 for mesh {layout.mesh}, with nothing to shard")
         yield ((0, None),)
         return
-    units = max(map(len, layout.units_of_ranks))
+    units = max(map(len, layout.units.of_ranks))
     is_default = units <= GATHERED_UNITS and len(space.max_gathered) > 1
     found = [
         (zero, gathered)
@@ -38,7 +38,7 @@ def savings_of(space: Space, setting: Setting, layout: Layout, *, most: bool = F
     """Recomputation by mode, in more and more layers, and more and more offloading; where one of them is held, not
     all orders of the other are from fast to slow: what recomputes is not copied. `most` leaves out what the last
     settings do not need."""
-    layers = space.recompute_layers or (*range(1, max(len(held.numbers) for held in layout.stages)), None)
+    layers = space.recompute_layers or (*range(1, max(len(held.numbers) for held in layout.units.stages)), None)
     layers = layers[-1:] if most and "none" in space.recompute else layers
     modes = [mode for mode in space.recompute if mode != "none"]
     by_mode = [[setting._replace(recompute=mode, recompute_layers=count) for count in layers] for mode in modes]

@@ -36,8 +36,7 @@ from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
 from pentad.orchestrator.search.memory_savings import most_saving, savings_of, shardings_of
 from pentad.orchestrator.search.placement_bounds import order_bound, placement_bound, shape_bound
-from pentad.orchestrator.search.planned import Planned, without_evaluation
-from pentad.orchestrator.search.result import Missed, Refusal, SearchResult
+from pentad.orchestrator.search.result import Missed, Planned, Refusal, SearchResult, without_evaluation
 from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, reset, space_of, with_setting
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.catalogue import CATALOGUE
@@ -230,11 +229,11 @@ class _Search:
         if not self._has_room_for_state(layout):
             return
         is_other = unit_layers is not None and None in self.space.unit_layers
-        if is_other and layout.units == layout_of(None, by_layer=False).units:
+        if is_other and layout.units.counts == layout_of(None, by_layer=False).units.counts:
             return
         # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
         by_layer = layout_of(unit_layers, by_layer=True)
-        is_same = layout.units == by_layer.units
+        is_same = layout.units.counts == by_layer.units.counts
         has_plain = "none" in self.space.recompute and 0.0 in self.space.offload
         setting = Setting(*shape[:2], order, unit_layers=unit_layers, shards=shards)
         shardings = [*shardings_of(self.space, by_layer)]

@@ -70,7 +70,7 @@ class Timed:
 
     @cached_property
     def of_units(self) -> Program:
-        return split_into_units(self.program, self.layout.units)
+        return split_into_units(self.program, self.layout.units.counts)
 
     @property
     def of_parts(self) -> Program:
@@ -79,7 +79,7 @@ class Timed:
     @cached_property
     def copied(self) -> list[int]:
         """Units that can be offloaded."""
-        return [unit for unit, held in enumerate(self.layout.layers) if held.numbers]
+        return [unit for unit, held in enumerate(self.layout.units.layers) if held.numbers]
 
     @cached_property
     def trips(self) -> RoundTrips:
@@ -91,8 +91,8 @@ class Timed:
 
     @cached_property
     def units_of_parts(self) -> list[range]:
-        units = [range(unit, unit + 1) for unit in range(len(self.layout.layers))]
-        return units if self.has_pairs else self.layout.units_of_stages
+        units = [range(unit, unit + 1) for unit in range(len(self.layout.units.layers))]
+        return units if self.has_pairs else self.layout.units.of_stages
 
     @cached_property
     def costs(self) -> Costs:
@@ -102,7 +102,9 @@ class Timed:
             return self.layout.plain
 
         def launched(values: Sequence[float]) -> tuple[float, ...]:
-            return tuple(each + (count - 1) * launch for each, count in zip(values, self.layout.units, strict=True))
+            return tuple(
+                each + (count - 1) * launch for each, count in zip(values, self.layout.units.counts, strict=True)
+            )
 
         return Costs(
             launched(costs.forward),
@@ -166,7 +168,7 @@ class Timed:
     def _room(self, max_gathered: int | None) -> int | None:
         """Units that a rank with ZeRO-3 has gathered at once; None for all of them."""
         room = self.layout.gathered(max_gathered)
-        return None if room is None or room >= max(map(len, self.layout.units_of_ranks)) else room
+        return None if room is None or room >= max(map(len, self.layout.units.of_ranks)) else room
 
     def _bound(self, is_zero: bool, room: int | None, is_often: bool) -> float:
         layout, is_zero = self.layout, is_zero and self.layout.is_shared
@@ -191,7 +193,7 @@ class Timed:
         again = self._recomputed(setting) if setting.recompute != "none" else None
         moved = layout.offload(setting.recompute, setting.offload) if setting.offload and not self.has_pairs else None
         pieces = self.program.microbatches * self.program.slices
-        for rank, units in zip(self.ranks, layout.units_of_ranks, strict=True):
+        for rank, units in zip(self.ranks, layout.units.of_ranks, strict=True):
             seconds = float(rank.starts[0]) + rank.work
             if again is not None:
                 seconds += pieces * sum(again[unit] for unit in units) / layout.holders
@@ -243,12 +245,12 @@ class Timed:
         """Seconds of each unit, of which only the first layers of a stage may recompute."""
         seconds, layout = list(self.layout.recompute(setting.recompute)), self.layout
         if setting.recompute_layers is not None:
-            for units in layout.units_of_stages:
+            for units in layout.units.of_stages:
                 before = 0
                 for unit in units:
                     if before >= setting.recompute_layers:
                         seconds[unit] = 0.0
-                    before += len(layout.layers[unit].numbers)
+                    before += len(layout.units.layers[unit].numbers)
         return seconds
 
     def _copied(self, rank: RankTimes, seconds: Sequence[float]) -> float:
@@ -258,7 +260,7 @@ class Timed:
         once, each copy to the host ends before the first one back begins."""
         moved, waiting = [0.0] * len(self.units_of_parts), 0.0
         for part in rank.held:
-            inner = [unit for unit in self.units_of_parts[part] if self.layout.layers[unit].numbers]
+            inner = [unit for unit in self.units_of_parts[part] if self.layout.units.layers[unit].numbers]
             moved[part] = sum(seconds[unit] for unit in inner[:-2])
             count, turn = rank.turns(part)
             waiting += count * max(0.0, 2 * moved[part] - turn)
