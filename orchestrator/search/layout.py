@@ -33,12 +33,14 @@ from pentad.orchestrator.planning.parameter_collectives import (
     replica_seconds,
 )
 from pentad.orchestrator.planning.planning import default_gathered
+from pentad.orchestrator.search.offload_bounds import Copies
 from pentad.orchestrator.search.space import Order, Placement, placement_of
 from pentad.orchestrator.search.units import Units
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import Array
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import KernelChoice, Rates
 from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
@@ -78,6 +80,7 @@ class Work:
         self.fp8 = fp8_spec(config, self.model, self.rates)
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
+        self.copies_of = cache(self._copies_of)
         self.state: dict[tuple[Mesh, int, Placement, int, bool], int] = {}  # least bytes of it, by ZeRO's stage
         self.counts_before_last: dict[tuple[Order, int, int, int], list[Array]] = {}  # placement_bounds.py
         self._counts: dict[tuple[Placement, int, int, int | None, bool], tuple[int, ...]] = {}
@@ -103,6 +106,14 @@ class Work:
         """The compute order of a schedule that does not plan with costs."""
         options = order.options._replace(slices=slices if slices > 1 else None)
         return generate(order.name, ranks, microbatches, options)
+
+    def _copies_of(self, order: Order, ranks: int, microbatches: int, slices: int, units: Units) -> Copies:
+        """Of the compute order of a schedule that does not plan with costs."""
+        return self.copies(self.order(order, ranks, microbatches, slices), units)
+
+    def copies(self, order: Program, units: Units) -> Copies:
+        copied = [unit for unit, held in enumerate(units.layers) if held.numbers]
+        return Copies(split_into_units(order, units.counts), copied, self.config.memory.offload_prefetch or 1)
 
     def slices(self, order: Order) -> int:
         if CATALOGUE[order.name].slices == 1 or order.options.slices:

@@ -190,7 +190,7 @@ class MemoryBounds:
 
     def _beside_copies(self, rank: int, setting: Setting) -> int:
         """Of a rank that offloads: unit by unit, with what is not copied, or is on its way."""
-        program, trips = self.timed.of_units, self.timed.trips
+        program, trips = self.timed.of_units, self.timed.copies.trips
         columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
         held = program.placement[rank]
         sizes = np.zeros((program.stages, len(UnitBytes._fields) + 1), int)

@@ -14,15 +14,13 @@ from itertools import pairwise
 import numpy as np
 
 from pentad.orchestrator.search.layout import Layout, Work
-from pentad.orchestrator.search.offload_bounds import times_beside_copies
+from pentad.orchestrator.search.offload_bounds import Copies
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.offload import RoundTrips, round_trips
 from pentad.schedules.passes.recompute import add_recompute
-from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.spec.plan import ALIGNMENT
@@ -69,25 +67,20 @@ class Timed:
         return not (self.program.columns.op == CODE[Op.BW]).any()
 
     @cached_property
+    def copies(self) -> Copies:
+        """To the host and back, where nothing recomputes."""
+        if "costs" in CATALOGUE[self.order.name].accepts:
+            return self.layout.work.copies(self.program, self.layout.units)
+        ranks, slices = len(self.layout.placement), self.layout.piece.slices
+        return self.layout.work.copies_of(self.order, ranks, self.microbatches, slices, self.layout.units)
+
+    @property
     def of_units(self) -> Program:
-        return split_into_units(self.program, self.layout.units.counts)
+        return self.copies.program
 
     @property
     def of_parts(self) -> Program:
         return self.of_units if self.has_pairs else self.program
-
-    @cached_property
-    def copied(self) -> list[int]:
-        """Units that can be offloaded."""
-        return [unit for unit, held in enumerate(self.layout.units.layers) if held.numbers]
-
-    @cached_property
-    def trips(self) -> RoundTrips:
-        """To the host and back, where nothing recomputes."""
-        return self._trips(self.of_units)
-
-    def _trips(self, program: Program) -> RoundTrips:
-        return round_trips(program, self.copied, self.layout.work.config.memory.offload_prefetch or 1)
 
     @cached_property
     def units_of_parts(self) -> list[range]:
@@ -224,12 +217,12 @@ class Timed:
         return wait + end + update_seconds(layout.work, costs)
 
     def _beside_copies(self, units: Sequence[range], setting: Setting) -> tuple[Program, Array, float]:
-        program, costs, trips = self.of_units, self.layout.plain, self.trips
+        copies, costs = self.copies, self.layout.plain
         if setting.recompute != "none":
-            program, costs = self._recomputing(program, units, costs, setting)
-            trips = self._trips(program)
+            program, costs = self._recomputing(copies.program, units, costs, setting)
+            copies = replace(copies, program=program)
         costs = replace(costs, offload=tuple(self.layout.offload(setting.recompute, setting.offload)))
-        return program, *times_beside_copies(program, costs, trips)
+        return copies.program, *copies.times(costs)
 
     def _recomputing(
         self, program: Program, units: Sequence[range], costs: Costs, setting: Setting
