@@ -191,7 +191,8 @@ def first_fit(sizes: Array, apart: list[int]) -> Array:
             if apart[index] & placed[offset, other]:
                 if offset - lowest >= size:
                     break
-                lowest = max(lowest, offset + other)
+                if offset + other > lowest:  # max() would take most of the time
+                    lowest = offset + other
         offsets[index], place = lowest, (lowest, size)
         if place not in placed:
             insort(places, place)
