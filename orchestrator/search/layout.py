@@ -231,6 +231,7 @@ class Layout:
     by_layer: bool
     known: dict[object, float] = field(default_factory=dict)  # bounds of all settings with this layout
     held: dict[object, UnitBytes] = field(default_factory=dict)  # by the kind of a unit, and how it saves memory
+    orders: dict[object, Order] = field(default_factory=dict)  # the first schedule with each compute order
 
     @property
     def model(self) -> ModelSpec:
@@ -290,32 +291,29 @@ class Layout:
 
         return self._of_kinds(of_unit)
 
-    def _costs(self, zero: int) -> Costs:
-        work, mirrors = self.work, num_mirrors(self.placement)
-        forward, backward, weight = zip(*self._of_kinds(lambda unit: work.compute(self.piece, unit)), strict=True)
-        reductions = self._of_kinds(lambda unit: work.reduce_seconds(self.piece, unit, zero, mirrors))
-        reduce, replicas = zip(*reductions, strict=True)
-        return Costs(
-            forward,
-            backward,
-            weight,
-            transfer_seconds(self.model, self.piece, work.rates),
-            *work.end_seconds(self.mesh, self.piece.zero_shards, self.placement, zero),
-            work.rates.launch,
-            reduce=reduce,
-            reduce_replicas=replicas,
-            gather=self._of_kinds(lambda unit: work.gather_seconds(self.piece, unit, mirrors)) if zero else (),
-        )
-
     @cached_property
     def plain(self) -> Costs:
         """The costs of units, without ZeRO."""
-        return self._costs(0)
+        compute = self._of_kinds(lambda unit: self.work.compute(self.piece, unit))
+        forward, backward, weight = zip(*compute, strict=True)
+        transfer = transfer_seconds(self.model, self.piece, self.work.rates)
+        costs = Costs(forward, backward, weight, transfer, launch=self.work.rates.launch)
+        return replace(costs, **self._of_parameters(0))
 
     @cached_property
     def sharded(self) -> Costs:
         """The costs of units, with ZeRO."""
-        return self._costs(1)
+        mirrors = num_mirrors(self.placement)
+        gather = self._of_kinds(lambda unit: self.work.gather_seconds(self.piece, unit, mirrors))
+        return replace(self.plain, gather=gather, **self._of_parameters(1))
+
+    def _of_parameters(self, zero: int) -> dict[str, Any]:
+        """The costs of reductions and of the update."""
+        work, mirrors = self.work, num_mirrors(self.placement)
+        reductions = self._of_kinds(lambda unit: work.reduce_seconds(self.piece, unit, zero, mirrors))
+        reduce, replicas = zip(*reductions, strict=True)
+        norm, step = work.end_seconds(self.mesh, self.piece.zero_shards, self.placement, zero)
+        return {"reduce": reduce, "reduce_replicas": replicas, "norm": norm, "step": step}
 
     @cached_property
     def last_scatters(self) -> tuple[float, ...]:

@@ -48,6 +48,7 @@ from pentad.schedules.verify.check import check
 LISTED = 5
 ROUNDING = 1e-9
 IMPOSSIBLE = 2**62  # bytes that a setting is said to need which no plan has
+Need = tuple[int, float | None]  # bytes of a setting's fullest rank but for optional graphs; seconds if it fits
 
 
 def search(
@@ -103,7 +104,7 @@ class _Search:
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}
         self._least: dict[Mesh, int] = {}
-        self._known = dict[Setting, tuple[int, float | None]]()
+        self._known = dict[Setting, Need]()
         self.crowded = set[Mesh]()  # on which a plan would fit without slots of peer copies
 
     def run(self, listed: int) -> None:
@@ -291,10 +292,10 @@ class _Search:
         CUDA graphs, as what has no room for them may be slower than what saves more."""
         return [self.device.bytes, *[self.device.bytes - GRAPHS_BYTES] * layout.gains_by_graphs]
 
-    def _plain(self, setting: Setting, bounds: MemoryBounds) -> tuple[int, float | None]:
+    def _plain(self, setting: Setting, bounds: MemoryBounds) -> Need:
         least = bounds.least(setting, self.device.bytes)
         if least <= self.device.bytes:
-            return self._planned(setting)
+            return self._planned(setting, bounds.timed)
         self._needs(setting.mesh, least)
         return least, None
 
@@ -331,21 +332,21 @@ class _Search:
             self._push(max(chain.seconds(first), chain.timed.simulated_with(chain.settings[first])), chain)
             return
         at = min(max(chain.first_within(chain.room - chain.excess), first), chain.high - 1)
-        needed, seconds = self._planned(chain.settings[at], chain.variants)
+        needed, seconds = self._planned(chain.settings[at], chain.timed, chain.variants)
         chain.excess = max(0, needed - chain.least(at))
         fits = seconds is not None and needed <= chain.room
         chain.low, chain.high = (chain.low, at) if fits else (at, chain.high)
         if chain.low + 1 < chain.high:
             self._push(chain.seconds(chain.low + 1), chain)
 
-    def _planned(self, setting: Setting, of: Callable[[], Variants] | None = None) -> tuple[int, float | None]:
-        """The bytes of a setting's fullest rank, but for graphs that it need not have, and the seconds of its step
-        if it fits; then it is pushed. It is one of some variants, or has a program of its own."""
-        if setting not in self._known:
-            self._known[setting] = self._plan(setting, of)
-        return self._known[setting]
+    def _planned(self, setting: Setting, timed: Timed, of: Callable[[], Variants] | None = None) -> Need:
+        """Plans a setting, one of some variants or with a program of its own, and pushes it if it fits, unless that was
+        done for a schedule with the same compute order."""
+        if (alike := setting._replace(order=timed.first_alike)) not in self._known:
+            self._known[alike] = self._plan(setting, of)
+        return self._known[alike]
 
-    def _plan(self, setting: Setting, of: Callable[[], Variants] | None) -> tuple[int, float | None]:
+    def _plan(self, setting: Setting, of: Callable[[], Variants] | None) -> Need:
         try:
             if of is None:
                 variants = self._variants(setting)

@@ -54,6 +54,13 @@ class Timed:
         return generate(order.name, ranks, self.microbatches, order.options, self.layout.of_order)
 
     @cached_property
+    def first_alike(self) -> Order:
+        """The first schedule of the layout that was asked for, of those with this compute order."""
+        columns = self.program.columns
+        rows = tuple(each.tobytes() for each in (columns.action, columns.op, columns.stage, columns.microbatch))
+        return self.layout.orders.setdefault(rows, self.order)
+
+    @cached_property
     def _known(self) -> dict[tuple[bool, int | None, bool], float]:
         return {}
 
