@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from math import inf
@@ -190,48 +190,36 @@ class MemoryBounds:
 
     def _beside_copies(self, rank: int, setting: Setting) -> int:
         """Of a rank that offloads: unit by unit, with what is not copied, or is on its way."""
-        program, trips = self.timed.of_units, self.timed.copies.trips
-        columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
-        held = program.placement[rank]
-        sizes = np.zeros((program.stages, len(UnitBytes._fields) + 1), int)
-        sizes[list(held)] = [self._with_copied(unit, setting) for unit in held]
-        saved, deferred, *during, _ = sizes[columns.stage[first:end]].T
-        order = run_order(program, rank, is_local=self.layout.mesh.is_local)
-        saved, deferred, *during = (each[order] for each in (saved, deferred, *during))
-        op = columns.op[first:end][order]
-        changes = _F[op] * saved + _B[op] * (deferred - saved) - _BW[op] * saved - _W[op] * deferred
-        before = np.cumsum(changes) - changes
-        own = np.flatnonzero(columns.rank[trips.forward] == rank)
-        moved = sizes[columns.stage[trips.forward[own]], -1]
-        away = np.zeros(end - first, int)
-        np.subtract.at(away, columns.action_row[trips.release[own]] - first, moved)
-        np.add.at(away, columns.action_row[trips.reload[own]] - first, moved)
-        most = sum(mask[op] * each for mask, each in zip((_F, _B, _BW), during, strict=True))
-        return int((before + np.cumsum(away) + most).max(initial=0))
+        copies = self.timed.copies
+        sizes = np.zeros((copies.program.stages, len(UnitBytes._fields) + 1), int)
+        for stage in self.layout.placement[rank]:
+            for units, mode, share in self._equal_units(stage, setting):
+                plain = self._of_unit(units.start, mode, 0.0)
+                copied = plain.saved - self._of_unit(units.start, mode, share).saved
+                sizes[units.start : units.stop] = *plain, copied
+        saved, deferred, *during, moved = sizes.T
+        rows = copies.rows_of_rank(rank, is_local=self.layout.mesh.is_local)
+        changes = np.concatenate((saved, deferred - saved, -saved, -deferred))[rows.kind]
+        most = np.concatenate((*during, np.zeros_like(saved)))[rows.kind]
+        weights, count = moved[rows.copied], len(rows.kind)
+        away = np.bincount(rows.reload, weights, count) - np.bincount(rows.release, weights, count)
+        return int((np.cumsum(changes) - changes + np.cumsum(away) + most).max(initial=0))
 
-    def _with_copied(self, unit: int, setting: Setting) -> tuple[int, ...]:
-        """The bytes of a unit that is not copied, and those of it that are copied."""
-        saves = bool(self.layout.units.layers[unit].numbers)
-        mode = setting.recompute if saves and not self._is_late(unit, setting) else "none"
-        plain = self._of_unit(unit, mode, 0.0)
-        return (*plain, plain.saved - self._of_unit(unit, mode, setting.offload if saves else 0.0).saved)
-
-    def _is_late(self, unit: int, setting: Setting) -> bool:
-        """Whether a unit is not one of the first ones of its stage, which recompute."""
-        before = self.layout.units.layers_before[unit]
-        return setting.recompute_layers is not None and before >= setting.recompute_layers
+    def _equal_units(self, stage: int, setting: Setting) -> Iterator[tuple[range, str, float]]:
+        """Units of one kind that follow each other and save memory in one way: what they recompute, and the share that
+        they offload."""
+        layout = self.layout
+        for run in layout.units.runs[stage]:
+            saves, late = bool(layout.units.layers[run.start].numbers), run.stop  # the first that does not recompute
+            if setting.recompute_layers is not None:
+                late = bisect_left(layout.units.layers_before, setting.recompute_layers, run.start, run.stop)
+            mode, share = (setting.recompute, setting.offload) if saves else ("none", 0.0)
+            parts = (range(run.start, late), mode), (range(late, run.stop), "none")
+            yield from ((units, how, share) for units, how in parts if units)
 
     def _of_stage(self, stage: int, setting: Setting) -> Runs:
-        found, before = Runs(), self.layout.units.layers_before
-        for run in self.layout.units.runs[stage]:
-            first, saves = run.start, bool(self.layout.units.layers[run.start].numbers)
-            mode, share = (setting.recompute, setting.offload) if saves else ("none", 0.0)
-            late = run.stop  # the first unit that does not recompute
-            if setting.recompute_layers is not None:
-                late = bisect_left(before, setting.recompute_layers, first, run.stop)
-            found += [(self._of_unit(first, mode, share), late - first)] * (late > first)
-            found += [(self._of_unit(first, "none", share), run.stop - late)] * (late < run.stop)
-        return found
+        equal = self._equal_units(stage, setting)
+        return [(self._of_unit(units.start, mode, share), len(units)) for units, mode, share in equal]
 
     def _of_unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
         key = self.layout.units.kinds[unit], mode, offload

@@ -5,16 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from pentad.schedules.ir.columns import CODE, Array
+from pentad.orchestrator.activations.activation_peaks import run_order
+from pentad.schedules.ir.columns import CODE, OPS, Array
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.offload import RoundTrips, round_trips
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_seconds, compute_graph
 from pentad.schedules.simulate.toposort import Graph, Levels, earliest_times, topological_levels
+
+COMPUTE_OPS = (Op.F, Op.B, Op.BW, Op.W)
+_KINDS = np.array([COMPUTE_OPS.index(op) if op in COMPUTE_OPS else -1 for op in OPS])
+
+
+class CopiedRows(NamedTuple):
+    """The rows of a rank by their `kind`: the place of the op in `COMPUTE_OPS` x units + unit. Of its copies the unit
+    that is `copied`, the row at whose start its memory is free, and the one at which it is needed again."""
+
+    kind: Array
+    copied: Array
+    release: Array
+    reload: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +66,25 @@ class Copies:
         ]
         source, target = (np.concatenate(ends) for ends in zip((graph.source, graph.target), *edges, strict=True))
         return source, target, topological_levels(self._graph(source, target, None))
+
+    def rows_of_rank(self, rank: int, *, is_local: bool) -> CopiedRows:
+        """`is_local` as in `run_order`."""
+        if (key := (rank, is_local)) not in self._rows:
+            self._rows[key] = self._rows_of_rank(rank, is_local=is_local)
+        return self._rows[key]
+
+    @cached_property
+    def _rows(self) -> dict[tuple[int, bool], CopiedRows]:
+        return {}
+
+    def _rows_of_rank(self, rank: int, *, is_local: bool) -> CopiedRows:
+        columns, trips = self.program.columns, self.trips
+        first, end = columns.rank_offsets[rank : rank + 2]
+        own = np.flatnonzero(columns.rank[trips.forward] == rank)
+        release, reload = (columns.action_row[each[own]] - first for each in (trips.release, trips.reload))
+        kind = _KINDS[columns.op[first:end]] * self.program.stages + columns.stage[first:end]
+        order = run_order(self.program, rank, is_local=is_local)
+        return CopiedRows(kind[order], columns.stage[trips.forward[own]], release, reload)
 
     def _graph(self, source: Array, target: Array, delay: Array | None) -> Graph:
         events = len(self.program.columns.action_row) + 2 * len(self.trips.forward)
