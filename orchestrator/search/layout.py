@@ -34,7 +34,7 @@ from pentad.orchestrator.planning.parameter_collectives import (
 )
 from pentad.orchestrator.planning.planning import default_gathered
 from pentad.orchestrator.search.offload_bounds import Copies
-from pentad.orchestrator.search.space import Order, Placement, placement_of
+from pentad.orchestrator.search.space import Order, Placement, Setting, placement_of
 from pentad.orchestrator.search.units import Units
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import Array
@@ -150,6 +150,11 @@ class Work:
         if key not in self._layouts:
             self._layouts[key] = Layout(self, placement, piece, unit_layers, by_layer)
         return self._layouts[key]
+
+    def layout_of(self, setting: Setting) -> Layout:
+        by_layer = setting.recompute != "none" or setting.offload > 0
+        given = setting.mesh, setting.microbatches, setting.order, setting.unit_layers
+        return self.layout(*given, by_layer=by_layer, shards=setting.shards or 0)
 
     def rates_of(self, mesh: Mesh) -> Rates:
         """Those with which no plan on this mesh takes longer than with its own: those with graphs, if it may have

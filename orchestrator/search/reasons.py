@@ -51,9 +51,7 @@ NAMES = (
 def shares_of(planned: Planned) -> Shares:
     setting, plan = planned.setting, planned.plan
     work = Work(planned.config if plan.cuda_graphs else with_words(planned.config, ("cluster.cuda_graphs=false",)))
-    by_layer = setting.recompute != "none" or setting.offload > 0
-    given = setting.mesh, setting.microbatches, setting.order, setting.unit_layers
-    layout = work.layout(*given, by_layer=by_layer, shards=setting.shards or 0)
+    layout = work.layout_of(setting)
     timed = Timed(layout, setting.order, setting.microbatches)
     flops = flops_per_token(plan.model, plan.batch.sequence_length, frozen=plan.lora is not None)
     products = plan.batch.tokens * flops / plan.mesh.size / work.rates.flops
