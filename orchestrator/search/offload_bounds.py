@@ -1,4 +1,5 @@
-"""The times of a compute order whose activations go to the host and come back, without compiling it."""
+"""The times of a compute order whose activations go to the host and come back, and what a rank then holds by row,
+without compiling it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _KINDS = np.array([COMPUTE_OPS.index(op) if op in COMPUTE_OPS else -1 for op in 
 
 
 class CopiedRows(NamedTuple):
-    """The rows of a rank by their `kind`: the place of the op in `COMPUTE_OPS` x units + unit. Of its copies the unit
+    """The rows of a rank by their `kind`: the place of the op in COMPUTE_OPS x units + unit. Of its copies the unit
     that is `copied`, the row at whose start its memory is free, and the one at which it is needed again."""
 
     kind: Array
@@ -49,7 +50,7 @@ class Copies:
     def _ordered(self) -> tuple[Array, Array, Levels]:
         """The edges of `times`, and the order of its events: actions, copies to the host, copies back."""
         columns, trips, count = self.program.columns, self.trips, len(self.trips.forward)
-        graph = compute_graph(self.program, Costs.uniform(self.program.stages))
+        graph = compute_graph(self.program, Costs.uniform(self.program.stages))  # at any costs
         leave = graph.events + np.arange(count)
         back, rank = leave + count, columns.rank[trips.forward]
         forward, backward = columns.action[trips.forward], columns.action[trips.backward]
