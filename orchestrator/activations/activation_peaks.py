@@ -124,21 +124,24 @@ def layer_effects(model: ModelSpec, has_experts: bool, has_window: bool, piece: 
 def stage_activations(model: ModelSpec, layers: Sequence[LayerRange], stage: int, piece: Piece) -> StageActivations:
     if model.custom is not None:
         return _custom_stage(model, model.custom, layers[stage], piece)
-    return _stage(model, layers[stage], piece)
+    held = layers[stage]
+    kinds = tuple(
+        (number >= model.dense_layers, model.window(number) > 0, piece.of_layer(number, model.layers) is piece)
+        for number in held.numbers
+    )
+    return _stage(model, kinds, held.has_embedding, held.has_head, piece)
 
 
 @lru_cache(maxsize=4096)
-def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations:
+def _stage(
+    model: ModelSpec, kinds: Sequence[tuple[bool, bool, bool]], first: bool, last: bool, piece: Piece
+) -> StageActivations:
+    """Of layers by kind: with experts, with a window, with their products in 8 bits as `piece` has them."""
     layers = [
-        layer_effects(
-            model,
-            number >= model.dense_layers,
-            model.window(number) > 0,
-            piece.of_layer(number, model.layers),
-        )
-        for number in held.numbers
+        layer_effects(model, has_experts, has_window, piece if is_covered else piece._replace(fp8=None))
+        for has_experts, has_window, is_covered in kinds
     ]
-    first, last, stream = held.has_embedding, held.has_head, piece.stream(model.hidden)
+    stream = piece.stream(model.hidden)
     copy = stream if model.norms == "after" and not first else 0  # of the input, which W reads
     end = total(memory.heads_and_mtp(model, piece) if last else ())
     of_head = total(memory.head(model, piece.of_head) if last else ())

@@ -15,7 +15,7 @@ from pentad.orchestrator.config.errors import nearest
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration
 from pentad.orchestrator.planning.hardware import rates_for
-from pentad.orchestrator.search.planned import Planned
+from pentad.orchestrator.search.result import Planned
 from pentad.orchestrator.search.search import search
 from pentad.orchestrator.search.space import AXES, overrides
 from pentad.schedules.ir.errors import PentadError

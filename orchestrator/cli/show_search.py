@@ -19,8 +19,8 @@ from pentad.orchestrator.planning.estimate import mfu
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import rates_for
-from pentad.orchestrator.search.planned import Planned
 from pentad.orchestrator.search.reasons import Flip, describe, flips, nearest_fits, reason, shares_of
+from pentad.orchestrator.search.result import Planned
 from pentad.orchestrator.search.search import SearchResult, search
 from pentad.orchestrator.search.space import KEYS, given_and_changed, load_for_search
 from pentad.schedules.ir.errors import PentadError

@@ -90,8 +90,10 @@ class OptimizerSection(Section):
 
     def group_rules(self, model: ModelSpec, lora: LoraSpec | None = None) -> Iterator[str]:
         """Every pattern matches a tensor that is trained."""
+        if not self.groups:
+            return
         names = sorted({original_name(each) for each in trained_tensors(model, lora)})
-        for number, group in enumerate(self.groups or ()):
+        for number, group in enumerate(self.groups):
             if not any(fnmatchcase(name, group.pattern) for name in names):
                 near = difflib.get_close_matches(group.pattern, names, n=3, cutoff=0.3) or names[:3]
                 expected = f"a pattern that matches a tensor of the model, such as {', '.join(near)}"

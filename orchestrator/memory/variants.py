@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pentad.orchestrator.activations.activation_memory import with_slots
-from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.memory.first_microbatches import with_words
+from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning.estimate import States, fullest_bytes, memories, memory, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of_ranks
 from pentad.orchestrator.planning.layout import row_fraction, unit_placement
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.schedules.passes.recompute import config_text
+from pentad.schedules.passes.recompute import config_text, config_value
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.spec.plan import Plan
 
@@ -59,9 +58,10 @@ class Variants:
             f"memory.recompute={config_text(mode)}",
             f"memory.recompute_layers={'null' if layers is None else layers}",
         )
-        section = self.config.memory
-        is_other = mode != section.mode and section.recompute_fraction != 1
-        return (*found, "memory.recompute_fraction=1.0") if is_other else found
+        return (*found, "memory.recompute_fraction=1.0") if self._needs_all_rows(mode) else found
+
+    def _needs_all_rows(self, mode: str) -> bool:
+        return mode != self.config.memory.mode and self.config.memory.recompute_fraction != 1
 
     @property
     def as_it_is(self) -> tuple[Words, Plan]:
@@ -113,7 +113,9 @@ class Variants:
 
     def _config(self, mode: str, layers: int | None, share: float | None) -> RunConfig:
         if mode not in self._configs:
-            self._configs[mode] = with_words(self.config, self.words(mode))
+            values = {"recompute": config_value(mode), "recompute_layers": None}
+            rows = {"recompute_fraction": 1.0} if self._needs_all_rows(mode) else {}
+            self._configs[mode] = load(self.config, sections={"memory": {**values, **rows}})
         config = self._configs[mode]
         section = config.memory
         changed = {"recompute_layers": layers, "offload_fraction": section.offload_fraction if share is None else share}

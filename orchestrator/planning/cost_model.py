@@ -282,8 +282,9 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
     attention = scores / rate_at(of_width.forward, length)
     # five products of scores instead of two
     attention_backward = 2.5 * scores / rate_at(of_width.backward, length)
-    with_experts = range(model.dense_layers, model.layers)  # whose other matrices are alike
-    alike = [with_experts.start if layer in with_experts else layer for layer in range(first, end)]
+    # The matrices of dense layers are alike, and so are those of layers with experts, but for the experts' own.
+    first_sparse = model.dense_layers
+    alike = [layer if layer >= model.layers else first_sparse * (layer >= first_sparse) for layer in range(first, end)]
     sizes_of = {layer: sum(_dense_sizes(model, layer)) for layer in {*alike}}
     seconds_of = {layer: _dense_seconds(model, layer, work, rates.products) for layer in sizes_of}
     elements, dense = sum(map(sizes_of.__getitem__, alike)), sum(map(seconds_of.__getitem__, alike))

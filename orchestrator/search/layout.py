@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from pentad.orchestrator.activations.activation_memory import cuts
@@ -34,17 +33,18 @@ from pentad.orchestrator.planning.parameter_collectives import (
     replica_seconds,
 )
 from pentad.orchestrator.planning.planning import default_gathered
+from pentad.orchestrator.search.offload_bounds import Copies
 from pentad.orchestrator.search.space import Order, Placement, Setting, placement_of
+from pentad.orchestrator.search.units import Units
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import Array
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.units import place_units
+from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import KernelChoice, Rates
 from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import split_layers_into_units
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.validate import check_divisibility
 
@@ -80,8 +80,11 @@ class Work:
         self.fp8 = fp8_spec(config, self.model, self.rates)
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
+        self.copies_of = cache(self._copies_of)
         self.state: dict[tuple[Mesh, int, Placement, int, bool], int] = {}  # least bytes of it, by ZeRO's stage
         self.counts_before_last: dict[tuple[Order, int, int, int], list[Array]] = {}  # placement_bounds.py
+        self._counts: dict[tuple[Placement, int, int, int | None, bool], tuple[int, ...]] = {}
+        self._units = cache(lambda placement, counts: Units(placement, self.stages(placement), counts, self.kind))
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._kinds: dict[LayerRange, int] = {}
         self._numbers: dict[Kind, int] = {}
@@ -103,6 +106,14 @@ class Work:
         """The compute order of a schedule that does not plan with costs."""
         options = order.options._replace(slices=slices if slices > 1 else None)
         return generate(order.name, ranks, microbatches, options)
+
+    def _copies_of(self, order: Order, ranks: int, microbatches: int, slices: int, units: Units) -> Copies:
+        """Of the compute order of a schedule that does not plan with costs."""
+        return self.copies(self.order(order, ranks, microbatches, slices), units)
+
+    def copies(self, order: Program, units: Units) -> Copies:
+        copied = [unit for unit, held in enumerate(units.layers) if held.numbers]
+        return Copies(split_into_units(order, units.counts), copied, self.config.memory.offload_prefetch or 1)
 
     def slices(self, order: Order) -> int:
         if CATALOGUE[order.name].slices == 1 or order.options.slices:
@@ -187,6 +198,14 @@ class Work:
         given = self.model, self.stages(placement), placement, mesh, self.rates, zero, self.lora
         return end_seconds(*given, host_optimizer=on_host, shards=shards)
 
+    def units(self, placement: Placement, mesh: Mesh, layers: int | None, *, shared: bool) -> Units:
+        """Units of so many layers each, by default as large as on a mesh with `shared` parameters or without."""
+        key = placement, mesh.tp, mesh.ep, layers, shared
+        if key not in self._counts:
+            given = self.with_units(layers), self.model, self.stages(placement), mesh, self.dtype
+            self._counts[key] = units_of(*given, shared=shared)
+        return self._units(placement, self._counts[key])
+
     def _stages(self, placement: Placement) -> tuple[LayerRange, ...]:
         """The layers of each stage."""
         return split(self.model, placement, self.length, self.config.schedule.layers_per_stage)
@@ -217,6 +236,7 @@ class Layout:
     by_layer: bool
     known: dict[object, float] = field(default_factory=dict)  # bounds of all settings with this layout
     held: dict[object, UnitBytes] = field(default_factory=dict)  # by the kind of a unit, and how it saves memory
+    orders: dict[object, Order] = field(default_factory=dict)  # the first schedule with each compute order
 
     @property
     def model(self) -> ModelSpec:
@@ -227,17 +247,13 @@ class Layout:
         return self.piece.mesh
 
     @cached_property
-    def stages(self) -> tuple[LayerRange, ...]:
-        return self.work.stages(self.placement)
-
-    @cached_property
     def holders(self) -> int:
         """Pipeline ranks that hold a stage: two for DualPipe."""
         return max(sum(0 in held for held in self.placement), 1)
 
     def gathered(self, given: int | None) -> int | None:
         """Units that a rank with ZeRO-3 has gathered at once, by default if none are given; None for all of them."""
-        return given or default_gathered(self.units)
+        return given or default_gathered(self.units.counts)
 
     @cached_property
     def gains_by_graphs(self) -> bool:
@@ -245,7 +261,8 @@ class Layout:
         work = self.work
         if work.config.cluster.cuda_graphs is not None or work.rates_of(self.mesh) is not work.launched:
             return False
-        return any(work.compute(self.piece, unit, work.rates) != work.compute(self.piece, unit) for unit in self.layers)
+        kinds = self.units.examples.values()
+        return any(work.compute(self.piece, unit, work.rates) != work.compute(self.piece, unit) for unit in kinds)
 
     @property
     def is_shared(self) -> bool:
@@ -253,52 +270,15 @@ class Layout:
         return self.mesh.dp * self.mesh.ep * self.mesh.cp * self.holders > 1
 
     @cached_property
-    def units(self) -> tuple[int, ...]:
-        """Units of each stage, as `make_plan` cuts it."""
+    def units(self) -> Units:
+        """As `make_plan` cuts stages."""
         size = self.unit_layers or (1 if self.by_layer and self.model.custom is None else None)
-        config = self.work.with_units(size)
-        return units_of(config, self.model, self.stages, self.mesh, self.work.dtype, shared=self.is_shared)
-
-    @cached_property
-    def layers(self) -> tuple[LayerRange, ...]:
-        """The layers of each unit."""
-        return split_layers_into_units(self.stages, self.units)
-
-    @cached_property
-    def units_of_stages(self) -> list[range]:
-        return [range(*span) for span in pairwise(accumulate(self.units, initial=0))]
-
-    @cached_property
-    def stage_of(self) -> list[int]:
-        """The stage of each unit."""
-        return [stage for stage, units in enumerate(self.units_of_stages) for _ in units]
-
-    @cached_property
-    def layers_before(self) -> list[int]:
-        """Layers of earlier units of its stage, by unit."""
-        counts = [len(unit.numbers) for unit in self.layers]
-        return [sum(counts[self.units_of_stages[stage].start : unit]) for unit, stage in enumerate(self.stage_of)]
-
-    @cached_property
-    def units_of_ranks(self) -> tuple[tuple[int, ...], ...]:
-        return place_units(self.placement, self.units)
-
-    @cached_property
-    def kinds(self) -> tuple[int, ...]:
-        """The kind of each unit: units of one kind cost and hold the same."""
-        return tuple(map(self.work.kind, self.layers))
-
-    @cached_property
-    def alike(self) -> list[int]:
-        """For each pipeline rank the first one with the same kinds of units in its stages."""
-        of_stages = [tuple(map(self.kinds.__getitem__, units)) for units in self.units_of_stages]
-        of_ranks = [[of_stages[stage] for stage in held] for held in self.placement]
-        return [*map(of_ranks.index, of_ranks)]
+        return self.work.units(self.placement, self.mesh, size, shared=self.is_shared)
 
     def _of_kinds(self, value: Callable[[LayerRange], T]) -> tuple[T, ...]:
         """A value of each unit."""
-        found = {kind: value(unit) for kind, unit in dict(zip(self.kinds, self.layers, strict=True)).items()}
-        return tuple(map(found.__getitem__, self.kinds))
+        found = {kind: value(unit) for kind, unit in self.units.examples.items()}
+        return tuple(map(found.__getitem__, self.units.kinds))
 
     @cached_property
     def parameters(self) -> tuple[tuple[int, int], ...]:
@@ -316,32 +296,29 @@ class Layout:
 
         return self._of_kinds(of_unit)
 
-    def _costs(self, zero: int) -> Costs:
-        work, mirrors = self.work, num_mirrors(self.placement)
-        forward, backward, weight = zip(*self._of_kinds(lambda unit: work.compute(self.piece, unit)), strict=True)
-        reductions = self._of_kinds(lambda unit: work.reduce_seconds(self.piece, unit, zero, mirrors))
-        reduce, replicas = zip(*reductions, strict=True)
-        return Costs(
-            forward,
-            backward,
-            weight,
-            transfer_seconds(self.model, self.piece, work.rates),
-            *work.end_seconds(self.mesh, self.piece.zero_shards, self.placement, zero),
-            work.rates.launch,
-            reduce=reduce,
-            reduce_replicas=replicas,
-            gather=self._of_kinds(lambda unit: work.gather_seconds(self.piece, unit, mirrors)) if zero else (),
-        )
-
     @cached_property
     def plain(self) -> Costs:
         """The costs of units, without ZeRO."""
-        return self._costs(0)
+        compute = self._of_kinds(lambda unit: self.work.compute(self.piece, unit))
+        forward, backward, weight = zip(*compute, strict=True)
+        transfer = transfer_seconds(self.model, self.piece, self.work.rates)
+        costs = Costs(forward, backward, weight, transfer, launch=self.work.rates.launch)
+        return replace(costs, **self._of_parameters(0))
 
     @cached_property
     def sharded(self) -> Costs:
         """The costs of units, with ZeRO."""
-        return self._costs(1)
+        mirrors = num_mirrors(self.placement)
+        gather = self._of_kinds(lambda unit: self.work.gather_seconds(self.piece, unit, mirrors))
+        return replace(self.plain, gather=gather, **self._of_parameters(1))
+
+    def _of_parameters(self, zero: int) -> dict[str, Any]:
+        """The costs of reductions and of the update."""
+        work, mirrors = self.work, num_mirrors(self.placement)
+        reductions = self._of_kinds(lambda unit: work.reduce_seconds(self.piece, unit, zero, mirrors))
+        reduce, replicas = zip(*reductions, strict=True)
+        norm, step = work.end_seconds(self.mesh, self.piece.zero_shards, self.placement, zero)
+        return {"reduce": reduce, "reduce_replicas": replicas, "norm": norm, "step": step}
 
     @cached_property
     def last_scatters(self) -> tuple[float, ...]:
@@ -353,14 +330,14 @@ class Layout:
     @cached_property
     def of_stages(self) -> Costs:
         """`plain`, of stages."""
-        return self.plain.of_stages(self.units)
+        return self.plain.of_stages(self.units.counts)
 
     @cached_property
     def first_wait(self) -> float:
         """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after another; frozen
         ones do not count."""
         gathered = computed = most = 0.0
-        for unit in self.units_of_stages[0] if self.work.lora is None else ():
+        for unit in self.units.of_stages[0] if self.work.lora is None else ():
             gathered += self.sharded.gather[unit]
             most = max(most, gathered - computed)
             computed += self.sharded.forward[unit] + self.sharded.launch
@@ -371,7 +348,7 @@ class Layout:
         """Those of stages with which a schedule plans: without graphs, of which nothing is known yet."""
         by_unit = self._of_kinds(lambda unit: self.work.compute(self.piece, unit, self.work.rates))
         forward, backward, weight = zip(*by_unit, strict=True)
-        return replace(self.plain, forward=forward, backward=backward, weight=weight).of_stages(self.units)
+        return replace(self.plain, forward=forward, backward=backward, weight=weight).of_stages(self.units.counts)
 
     @cached_property
     def recompute(self) -> Callable[[str], Sequence[float]]:
@@ -383,17 +360,17 @@ class Layout:
 
     def _recompute(self, mode: str) -> Sequence[float]:
         """Seconds to recompute each unit, launches included."""
-        found = self._with([mode if unit.numbers else "none" for unit in self.layers], ())
+        found = self._with([mode if unit.numbers else "none" for unit in self.units.layers], ())
         return [each + found.launch * (each > 0) for each in found.recompute]
 
     def _offload(self, mode: str, share: float) -> Sequence[float]:
         """Seconds to copy this share of what each unit saves to the host, and as many for the way back; with
         recomputation in all layers of `mode`."""
-        fractions = [share if unit.numbers else 0.0 for unit in self.layers]
-        modes = [mode if unit.numbers else "none" for unit in self.layers]
-        moved = cuts(self.model, self.layers, self.stage_of, self.piece, modes, fractions)
+        fractions = [share if unit.numbers else 0.0 for unit in self.units.layers]
+        modes = [mode if unit.numbers else "none" for unit in self.units.layers]
+        moved = cuts(self.model, self.units.layers, self.units.stage_of, self.piece, modes, fractions)
         return self._with((), [each.bytes for each in moved]).offload
 
     def _with(self, modes: Sequence[str], offloaded: Sequence[int]) -> Costs:
-        work, placed, rates = self.work, self.units_of_ranks, self.work.rates_of(self.mesh)
-        return guess_costs(self.model, self.layers, placed, self.piece, rates, modes, 0, work.lora, offloaded)
+        work, placed, rates = self.work, self.units.of_ranks, self.work.rates_of(self.mesh)
+        return guess_costs(self.model, self.units.layers, placed, self.piece, rates, modes, 0, work.lora, offloaded)

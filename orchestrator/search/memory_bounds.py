@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from math import inf
@@ -25,6 +26,7 @@ from pentad.schedules.spec.lora import shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.tensors import LayerRange
 
+Runs = list[tuple[UnitBytes, int]]  # the units of a stage: equal ones that follow each other, and how many there are
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
 
 
@@ -58,9 +60,9 @@ def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
 
 def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, *, buffers: bool = True) -> int:
     """Weights, gradients, master weights and moments of a pipeline rank, and the smallest buffers that ZeRO needs."""
-    key = "state", layout.alike[rank], zero, max_gathered, buffers
+    key = "state", layout.units.alike[rank], zero, max_gathered, buffers
     if key not in layout.known:
-        layout.known[key] = _state_bytes(layout, layout.units_of_ranks[rank], zero, max_gathered, buffers=buffers)
+        layout.known[key] = _state_bytes(layout, layout.units.of_ranks[rank], zero, max_gathered, buffers=buffers)
     return int(layout.known[key])
 
 
@@ -72,7 +74,7 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
     of_experts = layout.piece.zero_shards or mesh.dp * mesh.cp * layout.holders
     of_rest = layout.piece.zero_shards or of_experts * mesh.ep
     shard = sum(dense / of_rest + experts / of_experts for dense, experts in by_unit) if zero else full
-    frozen = sum(_frozen(layout, layout.layers[unit]) for unit in units) if work.lora is not None else 0
+    frozen = sum(_frozen(layout, layout.units.layers[unit]) for unit in units) if work.lora is not None else 0
     weights: float = (full + frozen) * compute
     if zero == 3:
         room, of_units = layout.gathered(max_gathered) or len(units), [layout.gathered_bytes[unit] for unit in units]
@@ -95,7 +97,7 @@ def _beside(layout: Layout, units: Sequence[int], sizes: Sequence[tuple[int, int
     """The most that two units of one stage have, each of which follows the other, by kind: while one computes, the next
     one is gathered, and while the gradients of one are reduced, those of the next one are added up. `sizes` are those
     of all units."""
-    stage_of = layout.stage_of
+    stage_of = layout.units.stage_of
     pairs = {(sizes[a], sizes[b]) for a, b in pairwise(units) if stage_of[a] == stage_of[b]}
     groups = [*pairs, *((size,) for size in {sizes[unit] for unit in units})]
     return sum(max(sum(size[kind] for size in group) for group in groups) for kind in (0, 1))
@@ -153,7 +155,8 @@ class MemoryBounds:
         order; those of a custom model's activations, which take long to count, are left out."""
         layout, found = self.layout, 0
         saving = setting.recompute, setting.recompute_layers, setting.offload
-        kinds = (self._in_any_order, layout.alike, layout.known), (self._activations, self.ranks, self._known)
+        different = dict.fromkeys(layout.units.alike)
+        kinds = (self._in_any_order, different, layout.known), (self._activations, self.ranks, self._known)
         for activations, ranks, known in kinds:
             for rank in ranks:
                 state = state_bytes(layout, rank, setting.zero, setting.max_gathered)
@@ -169,10 +172,8 @@ class MemoryBounds:
         where stages have mirrors, of its own."""
         held = self.layout.placement[rank]
         stages = {stage: self._of_stage(stage, setting) for stage in held}
-        saved = {stage: sum(each.saved for each in units) for stage, units in stages.items()}
-        taken = {
-            stage: saved[stage] + min(_during("B", units), _during("BW", units)) for stage, units in stages.items()
-        }
+        saved = {stage: sum(unit.saved * count for unit, count in runs) for stage, runs in stages.items()}
+        taken = {stage: saved[stage] + min(_during("B", runs), _during("BW", runs)) for stage, runs in stages.items()}
         if self.layout.holders == 1:
             taken[max(held)] += sum(saved.values()) - saved[max(held)]
         return max(taken.values())
@@ -181,62 +182,54 @@ class MemoryBounds:
         if setting.offload:
             return self._beside_copies(rank, setting)
         stages = self.layout.placement[rank]
-        units = {stage: self._of_stage(stage, setting) for stage in stages}
-        bytes_of = np.array([sum(each[k] for each in units[stage]) for k in (0, 1) for stage in stages])
+        runs = {stage: self._of_stage(stage, setting) for stage in stages}
+        bytes_of = np.array([sum(unit[k] * count for unit, count in runs[stage]) for k in (0, 1) for stage in stages])
         held = self._held(rank)
-        during = np.array([_during(name, units[stage]) for name, stage in held.actions])
+        during = np.array([_during(name, runs[stage]) for name, stage in held.actions])
         return max(0, int((held.rows @ bytes_of + during[held.of]).max()))
 
     def _beside_copies(self, rank: int, setting: Setting) -> int:
         """Of a rank that offloads: unit by unit, with what is not copied, or is on its way."""
-        program, trips = self.timed.of_units, self.timed.trips
-        columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
-        held = program.placement[rank]
-        sizes = np.zeros((program.stages, len(UnitBytes._fields) + 1), int)
-        sizes[list(held)] = [self._with_copied(unit, setting) for unit in held]
-        saved, deferred, *during, _ = sizes[columns.stage[first:end]].T
-        order = run_order(program, rank, is_local=self.layout.mesh.is_local)
-        saved, deferred, *during = (each[order] for each in (saved, deferred, *during))
-        op = columns.op[first:end][order]
-        changes = _F[op] * saved + _B[op] * (deferred - saved) - _BW[op] * saved - _W[op] * deferred
-        before = np.cumsum(changes) - changes
-        own = np.flatnonzero(columns.rank[trips.forward] == rank)
-        moved = sizes[columns.stage[trips.forward[own]], -1]
-        away = np.zeros(end - first, int)
-        np.subtract.at(away, columns.action_row[trips.release[own]] - first, moved)
-        np.add.at(away, columns.action_row[trips.reload[own]] - first, moved)
-        most = sum(mask[op] * each for mask, each in zip((_F, _B, _BW), during, strict=True))
-        return int((before + np.cumsum(away) + most).max(initial=0))
+        copies = self.timed.copies
+        sizes = np.zeros((copies.program.stages, len(UnitBytes._fields) + 1), int)
+        for stage in self.layout.placement[rank]:
+            for units, mode, share in self._equal_units(stage, setting):
+                plain = self._of_unit(units.start, mode, 0.0)
+                copied = plain.saved - self._of_unit(units.start, mode, share).saved
+                sizes[units.start : units.stop] = *plain, copied
+        saved, deferred, *during, moved = sizes.T
+        rows = copies.rows_of_rank(rank, is_local=self.layout.mesh.is_local)
+        changes = np.concatenate((saved, deferred - saved, -saved, -deferred))[rows.kind]
+        most = np.concatenate((*during, np.zeros_like(saved)))[rows.kind]
+        weights, count = moved[rows.copied], len(rows.kind)
+        away = np.bincount(rows.reload, weights, count) - np.bincount(rows.release, weights, count)
+        return int((np.cumsum(changes) - changes + np.cumsum(away) + most).max(initial=0))
 
-    def _with_copied(self, unit: int, setting: Setting) -> tuple[int, ...]:
-        """The bytes of a unit that is not copied, and those of it that are copied."""
-        saves = bool(self.layout.layers[unit].numbers)
-        mode = setting.recompute if saves and not self._is_late(unit, setting) else "none"
-        plain = self._of_unit(unit, mode, 0.0)
-        return (*plain, plain.saved - self._of_unit(unit, mode, setting.offload if saves else 0.0).saved)
+    def _equal_units(self, stage: int, setting: Setting) -> Iterator[tuple[range, str, float]]:
+        """Units of one kind that follow each other and save memory in one way: what they recompute, and the share that
+        they offload."""
+        layout = self.layout
+        for run in layout.units.runs[stage]:
+            saves, late = bool(layout.units.layers[run.start].numbers), run.stop  # the first that does not recompute
+            if setting.recompute_layers is not None:
+                late = bisect_left(layout.units.layers_before, setting.recompute_layers, run.start, run.stop)
+            mode, share = (setting.recompute, setting.offload) if saves else ("none", 0.0)
+            parts = (range(run.start, late), mode), (range(late, run.stop), "none")
+            yield from ((units, how, share) for units, how in parts if units)
 
-    def _is_late(self, unit: int, setting: Setting) -> bool:
-        """Whether a unit is not one of the first ones of its stage, which recompute."""
-        before = self.layout.layers_before[unit]
-        return setting.recompute_layers is not None and before >= setting.recompute_layers
-
-    def _of_stage(self, stage: int, setting: Setting) -> list[UnitBytes]:
-        found = list[UnitBytes]()
-        for unit in self.layout.units_of_stages[stage]:
-            layers = len(self.layout.layers[unit].numbers)
-            mode = setting.recompute if layers and not self._is_late(unit, setting) else "none"
-            found.append(self._of_unit(unit, mode, setting.offload if layers else 0.0))
-        return found
+    def _of_stage(self, stage: int, setting: Setting) -> Runs:
+        equal = self._equal_units(stage, setting)
+        return [(self._of_unit(units.start, mode, share), len(units)) for units, mode, share in equal]
 
     def _of_unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
-        key = self.layout.kinds[unit], mode, offload
+        key = self.layout.units.kinds[unit], mode, offload
         if key not in self.layout.held:
             self.layout.held[key] = self._unit(unit, mode, offload)
         return self.layout.held[key]
 
     def _unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
         """What is offloaded does not count until it is back for its backward."""
-        found = stage_activations(self.layout.model, self.layout.layers, unit, self.layout.piece)
+        found = stage_activations(self.layout.model, self.layout.units.layers, unit, self.layout.piece)
         kept, least = found.kept(mode), min(found.kept(mode), found.not_offloadable)
         saved = least + int((1 - offload) * (kept - least)) if offload else kept
         restored = kept - saved
@@ -248,10 +241,12 @@ class MemoryBounds:
         return UnitBytes(saved, found.deferred, found.forward(mode).peak, backward, both)
 
 
-def _during(name: str, units: Sequence[UnitBytes]) -> int:
+def _during(name: str, runs: Runs) -> int:
     """The most bytes beyond those before it that an action of a stage takes, unit by unit."""
     most = passed = 0
-    for unit in units if name == "F" else reversed(units):
-        most = max(most, passed + (unit.forward if name == "F" else unit.backward if name == "B" else unit.both))
-        passed += unit.saved if name == "F" else unit.deferred * (name == "B") - unit.saved
+    for unit, count in runs if name == "F" else reversed(runs):
+        own = unit.forward if name == "F" else unit.backward if name == "B" else unit.both
+        each = unit.saved if name == "F" else unit.deferred * (name == "B") - unit.saved
+        most = max(most, passed + own + max(0, each * (count - 1)))
+        passed += each * count
     return most

@@ -20,7 +20,7 @@ def shardings_of(space: Space, layout: Layout) -> Iterator[tuple[Sharding, ...]]
             raise PentadError(f"zero.stage is {stage}: expected 0 for mesh {layout.mesh}, with nothing to shard")
         yield ((0, None),)
         return
-    units = max(map(len, layout.units_of_ranks))
+    units = max(map(len, layout.units.of_ranks))
     is_default = units <= GATHERED_UNITS and len(space.max_gathered) > 1
     found = [
         (zero, gathered)
@@ -34,10 +34,12 @@ def shardings_of(space: Space, layout: Layout) -> Iterator[tuple[Sharding, ...]]
         yield tuple(row)
 
 
-def savings_of(space: Space, setting: Setting, layout: Layout) -> list[list[Setting]]:
+def savings_of(space: Space, setting: Setting, layout: Layout, *, most: bool = False) -> list[list[Setting]]:
     """Recomputation by mode, in more and more layers, and more and more offloading; where one of them is held, not
-    all orders of the other are from fast to slow: what recomputes is not copied."""
-    layers = space.recompute_layers or (*range(1, max(len(held.numbers) for held in layout.stages)), None)
+    all orders of the other are from fast to slow: what recomputes is not copied. `most` leaves out what the last
+    settings do not need."""
+    layers = space.recompute_layers or (*range(1, max(len(held.numbers) for held in layout.units.stages)), None)
+    layers = layers[-1:] if most and "none" in space.recompute else layers
     modes = [mode for mode in space.recompute if mode != "none"]
     by_mode = [[setting._replace(recompute=mode, recompute_layers=count) for count in layers] for mode in modes]
     if "none" not in space.recompute:
@@ -50,4 +52,4 @@ def savings_of(space: Space, setting: Setting, layout: Layout) -> list[list[Sett
 
 def most_saving(space: Space, setting: Setting, layout: Layout, is_plain: bool, is_saving: bool) -> list[Setting]:
     """What takes least of each kind of settings of a group."""
-    return [setting] * is_plain + [each[-1] for each in savings_of(space, setting, layout) if is_saving]
+    return [setting] * is_plain + [each[-1] for each in savings_of(space, setting, layout, most=True) if is_saving]

@@ -1,45 +1,108 @@
-"""The times of a compute order whose activations go to the host and come back, without compiling it."""
+"""The times of a compute order whose activations go to the host and come back, and what a rank then holds by row,
+without compiling it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
 import numpy as np
 
-from pentad.schedules.ir.columns import CODE, Array
+from pentad.orchestrator.activations.activation_peaks import run_order
+from pentad.schedules.ir.columns import CODE, OPS, Array
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.offload import RoundTrips
+from pentad.schedules.passes.offload import RoundTrips, round_trips
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_seconds, compute_graph
-from pentad.schedules.simulate.toposort import Graph, earliest_times, topological_levels
+from pentad.schedules.simulate.toposort import Graph, Levels, earliest_times, topological_levels
+
+COMPUTE_OPS = (Op.F, Op.B, Op.BW, Op.W)
+_KINDS = np.array([COMPUTE_OPS.index(op) if op in COMPUTE_OPS else -1 for op in OPS])
 
 
-def times_beside_copies(program: Program, costs: Costs, trips: RoundTrips) -> tuple[Array, float]:
-    """The start of every action, and the last end of all. A rank copies to the host on one lane and back on another, in
-    the order of forwards and of backwards. What takes over an activation's memory waits for its copy; this is ready to
-    come back once the compute before `reload` has ended."""
-    columns, graph, count = program.columns, compute_graph(program, costs), len(trips.forward)
-    seconds, copies = action_seconds(program, costs), np.array(costs.offload)[columns.stage[trips.forward]]
-    leave = graph.events + np.arange(count)
-    back, rank = leave + count, columns.rank[trips.forward]
-    forward, backward = columns.action[trips.forward], columns.action[trips.backward]
-    before = trips.reload - 1
-    before -= columns.op[columns.action_row[before]] == CODE[Op.RECOMPUTE]  # that of the backward at `reload`
-    edges = [
-        (forward, leave),
-        (leave, trips.release),
-        (leave, back),
-        (before, back),
-        (back, backward),
-        _in_turn(leave, rank, forward),
-        _in_turn(back, rank, backward),
-    ]
-    source, target = (np.concatenate(ends) for ends in zip((graph.source, graph.target), *edges, strict=True))
-    assert graph.delay is not None
-    delay = np.concatenate((graph.delay, np.zeros(len(source) - len(graph.source))))
-    both = Graph(graph.events + 2 * count, source, target, 3 * graph.width, delay)  # a rank has three lanes
-    seconds = np.concatenate((seconds, copies, copies))
-    starts, ends = earliest_times(both, topological_levels(both), seconds, np.zeros(both.events))
-    return starts[: graph.events], float(ends.max())
+class CopiedRows(NamedTuple):
+    """The rows of a rank by their `kind`: the place of the op in COMPUTE_OPS x units + unit. Of its copies the unit
+    that is `copied`, the row at whose start its memory is free, and the one at which it is needed again."""
+
+    kind: Array
+    copied: Array
+    release: Array
+    reload: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """A compute order of units, of which those `copied` go to the host and come back, `prefetch` compute actions
+    early."""
+
+    program: Program
+    copied: Sequence[int]
+    prefetch: int
+
+    @cached_property
+    def trips(self) -> RoundTrips:
+        return round_trips(self.program, self.copied, self.prefetch)
+
+    @cached_property
+    def _ordered(self) -> tuple[Array, Array, Levels]:
+        """The edges of `times`, and the order of its events: actions, copies to the host, copies back."""
+        columns, trips, count = self.program.columns, self.trips, len(self.trips.forward)
+        graph = compute_graph(self.program, Costs.uniform(self.program.stages))  # at any costs
+        leave = graph.events + np.arange(count)
+        back, rank = leave + count, columns.rank[trips.forward]
+        forward, backward = columns.action[trips.forward], columns.action[trips.backward]
+        before = trips.reload - 1
+        before -= columns.op[columns.action_row[before]] == CODE[Op.RECOMPUTE]  # that of the backward at `reload`
+        edges = [
+            (forward, leave),
+            (leave, trips.release),
+            (leave, back),
+            (before, back),
+            (back, backward),
+            _in_turn(leave, rank, forward),
+            _in_turn(back, rank, backward),
+        ]
+        source, target = (np.concatenate(ends) for ends in zip((graph.source, graph.target), *edges, strict=True))
+        return source, target, topological_levels(self._graph(source, target, None))
+
+    def rows_of_rank(self, rank: int, *, is_local: bool) -> CopiedRows:
+        """`is_local` as in `run_order`."""
+        if (key := (rank, is_local)) not in self._rows:
+            self._rows[key] = self._rows_of_rank(rank, is_local=is_local)
+        return self._rows[key]
+
+    @cached_property
+    def _rows(self) -> dict[tuple[int, bool], CopiedRows]:
+        return {}
+
+    def _rows_of_rank(self, rank: int, *, is_local: bool) -> CopiedRows:
+        columns, trips = self.program.columns, self.trips
+        first, end = columns.rank_offsets[rank : rank + 2]
+        own = np.flatnonzero(columns.rank[trips.forward] == rank)
+        release, reload = (columns.action_row[each[own]] - first for each in (trips.release, trips.reload))
+        kind = _KINDS[columns.op[first:end]] * self.program.stages + columns.stage[first:end]
+        order = run_order(self.program, rank, is_local=is_local)
+        return CopiedRows(kind[order], columns.stage[trips.forward[own]], release, reload)
+
+    def _graph(self, source: Array, target: Array, delay: Array | None) -> Graph:
+        events = len(self.program.columns.action_row) + 2 * len(self.trips.forward)
+        return Graph(events, source, target, 3 * self.program.ranks, delay)  # a rank has three lanes
+
+    def times(self, costs: Costs) -> tuple[Array, float]:
+        """The start of every action, and the last end of all. A rank copies to the host on one lane and back on
+        another, in the order of forwards and of backwards. What takes over an activation's memory waits for its copy;
+        this is ready to come back once the compute before `reload` has ended."""
+        source, target, levels = self._ordered
+        delay, seconds = compute_graph(self.program, costs).delay, action_seconds(self.program, costs)
+        copies = np.array(costs.offload)[self.program.columns.stage[self.trips.forward]]
+        assert delay is not None
+        graph = self._graph(source, target, np.append(delay, np.zeros(len(source) - len(delay))))
+        lasting = np.concatenate((seconds, copies, copies))
+        starts, ends = earliest_times(graph, levels, lasting, np.zeros(graph.events))
+        return starts[: len(seconds)], float(ends.max())
 
 
 def _in_turn(copies: Array, rank: Array, at: Array) -> tuple[Array, Array]:

@@ -76,7 +76,7 @@ def order_bound(layout: Layout, order: Order, microbatches: int) -> float:
         reducing = scattering = 0.0
         for start, stage in sorted(zip(starts.tolist(), held, strict=True), reverse=True):
             most = max(most, start + path.whole[stage] - path.gradient[stage])
-            units = layout.units_of_stages[stage]
+            units = layout.units.of_stages[stage]
             reducing += sum(plain.reduce[unit] for unit in units)
             scattering += sum(layout.last_scatters[unit] for unit in units)
             reduced, scattered = max(reduced, start + reducing), max(scattered, start + scattering)
@@ -141,7 +141,7 @@ class _Path(NamedTuple):
     @staticmethod
     def of(layout: Layout, *, is_split: bool) -> _Path:
         costs = layout.of_stages
-        launches = [count * costs.launch for count in layout.units]
+        launches = [count * costs.launch for count in layout.units.counts]
         whole = [b + w + each for b, w, each in zip(costs.backward, costs.weight, launches, strict=True)]
         gradient = [b + each for b, each in zip(costs.backward, launches, strict=True)] if is_split else whole
         forward = [f + each for f, each in zip(costs.forward, launches, strict=True)]
@@ -189,7 +189,7 @@ def _shared_bound(layout: Layout, path: _Path, pieces: int, held: Sequence[int])
     plain, sharded, after = layout.plain, layout.sharded, inf
     reduced = scattered = reducing = scattering = gathering = 0.0
     for release, stage in sorted(((path.release(stage, pieces), stage) for stage in held), reverse=True):
-        units = layout.units_of_stages[stage]
+        units = layout.units.of_stages[stage]
         own = sum(layout.last_scatters[unit] for unit in units)
         reducing, scattering = reducing + sum(plain.reduce[unit] for unit in units), scattering + own
         gathering += sum(sharded.gather[unit] for unit in units)

@@ -14,7 +14,7 @@ from pentad.orchestrator.planning.formatting import format_bytes, format_duratio
 from pentad.orchestrator.planning.hardware import NODE_GPUS, rates_for
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.placement_bounds import even_seconds
-from pentad.orchestrator.search.planned import Planned, plan_setting
+from pentad.orchestrator.search.result import Planned, plan_setting
 from pentad.orchestrator.search.search import SearchResult, search
 from pentad.orchestrator.search.space import AXES
 from pentad.orchestrator.search.time_bounds import Timed, update_seconds

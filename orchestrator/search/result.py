@@ -1,4 +1,4 @@
-"""What a search has found."""
+"""What a search has found: settings as `pentad plan` plans them, and refusals."""
 
 from __future__ import annotations
 
@@ -6,10 +6,43 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.planning.estimate import fullest_bytes, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory
-from pentad.orchestrator.search.planned import Planned
-from pentad.orchestrator.search.space import Setting, Space
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.search.space import Setting, Space, with_setting
 from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A setting as `pentad plan` plans it: seconds of a step, and bytes of its fullest rank."""
+
+    setting: Setting
+    config: RunConfig
+    plan: Plan
+    seconds: float
+    bytes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.plan.batch.tokens / self.seconds
+
+
+def plan_setting(config: RunConfig, setting: Setting, held: Collection[str]) -> Planned:
+    """Whether it fits or not. Raises PentadError if it is impossible."""
+    changed = with_setting(without_evaluation(config), setting, held)
+    plan = make_plan(changed, "cuda", proved=False)
+    return Planned(setting, changed, plan, simulated_seconds(plan), fullest_bytes(plan, 2**62))
+
+
+def without_evaluation(config: RunConfig) -> RunConfig:
+    """The configuration of a run that is never evaluated: its training decides on the plan."""
+    data = config.data.model_copy(update={"holdout": 0})
+    evaluation = config.eval.model_copy(update={"data": None, "every": 0, "at_start": False})
+    checkpoint = config.checkpoint.model_copy(update={"keep_best": False})
+    return config.model_copy(update={"data": data, "eval": evaluation, "checkpoint": checkpoint})
 
 
 @dataclass(frozen=True)

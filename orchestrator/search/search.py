@@ -36,8 +36,7 @@ from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
 from pentad.orchestrator.search.memory_savings import most_saving, savings_of, shardings_of
 from pentad.orchestrator.search.placement_bounds import order_bound, placement_bound, shape_bound
-from pentad.orchestrator.search.planned import Planned, without_evaluation
-from pentad.orchestrator.search.result import Missed, Refusal, SearchResult
+from pentad.orchestrator.search.result import Missed, Planned, Refusal, SearchResult, without_evaluation
 from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, reset, space_of, with_setting
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.catalogue import CATALOGUE
@@ -49,6 +48,7 @@ from pentad.schedules.verify.check import check
 LISTED = 5
 ROUNDING = 1e-9
 IMPOSSIBLE = 2**62  # bytes that a setting is said to need which no plan has
+Need = tuple[int, float | None]  # bytes of a setting's fullest rank but for optional graphs; seconds if it fits
 
 
 def search(
@@ -104,7 +104,7 @@ class _Search:
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}
         self._least: dict[Mesh, int] = {}
-        self._known = dict[Setting, tuple[int, float | None]]()
+        self._known = dict[Setting, Need]()
         self.crowded = set[Mesh]()  # on which a plan would fit without slots of peer copies
 
     def run(self, listed: int) -> None:
@@ -230,11 +230,11 @@ class _Search:
         if not self._has_room_for_state(layout):
             return
         is_other = unit_layers is not None and None in self.space.unit_layers
-        if is_other and layout.units == layout_of(None, by_layer=False).units:
+        if is_other and layout.units.counts == layout_of(None, by_layer=False).units.counts:
             return
         # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
         by_layer = layout_of(unit_layers, by_layer=True)
-        is_same = layout.units == by_layer.units
+        is_same = layout.units.counts == by_layer.units.counts
         has_plain = "none" in self.space.recompute and 0.0 in self.space.offload
         setting = Setting(*shape[:2], order, unit_layers=unit_layers, shards=shards)
         shardings = [*shardings_of(self.space, by_layer)]
@@ -292,10 +292,10 @@ class _Search:
         CUDA graphs, as what has no room for them may be slower than what saves more."""
         return [self.device.bytes, *[self.device.bytes - GRAPHS_BYTES] * layout.gains_by_graphs]
 
-    def _plain(self, setting: Setting, bounds: MemoryBounds) -> tuple[int, float | None]:
+    def _plain(self, setting: Setting, bounds: MemoryBounds) -> Need:
         least = bounds.least(setting, self.device.bytes)
         if least <= self.device.bytes:
-            return self._planned(setting)
+            return self._planned(setting, bounds.timed)
         self._needs(setting.mesh, least)
         return least, None
 
@@ -332,21 +332,21 @@ class _Search:
             self._push(max(chain.seconds(first), chain.timed.simulated_with(chain.settings[first])), chain)
             return
         at = min(max(chain.first_within(chain.room - chain.excess), first), chain.high - 1)
-        needed, seconds = self._planned(chain.settings[at], chain.variants)
+        needed, seconds = self._planned(chain.settings[at], chain.timed, chain.variants)
         chain.excess = max(0, needed - chain.least(at))
         fits = seconds is not None and needed <= chain.room
         chain.low, chain.high = (chain.low, at) if fits else (at, chain.high)
         if chain.low + 1 < chain.high:
             self._push(chain.seconds(chain.low + 1), chain)
 
-    def _planned(self, setting: Setting, of: Callable[[], Variants] | None = None) -> tuple[int, float | None]:
-        """The bytes of a setting's fullest rank, but for graphs that it need not have, and the seconds of its step
-        if it fits; then it is pushed. It is one of some variants, or has a program of its own."""
-        if setting not in self._known:
-            self._known[setting] = self._plan(setting, of)
-        return self._known[setting]
+    def _planned(self, setting: Setting, timed: Timed, of: Callable[[], Variants] | None = None) -> Need:
+        """Plans a setting, one of some variants or with a program of its own, and pushes it if it fits, unless that was
+        done for a schedule with the same compute order."""
+        if (alike := setting._replace(order=timed.first_alike)) not in self._known:
+            self._known[alike] = self._plan(setting, of)
+        return self._known[alike]
 
-    def _plan(self, setting: Setting, of: Callable[[], Variants] | None) -> tuple[int, float | None]:
+    def _plan(self, setting: Setting, of: Callable[[], Variants] | None) -> Need:
         try:
             if of is None:
                 variants = self._variants(setting)

@@ -19,7 +19,7 @@ from pentad.schedules.ir.columns import op_mask
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.recompute import RECOMPUTE_MODES
+from pentad.schedules.passes.recompute import RECOMPUTE_MODES, config_value
 from pentad.schedules.spec.mesh import DENSE_AXES, EXPERT_AXES, Mesh
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
@@ -85,7 +85,7 @@ class Setting(NamedTuple):
             "zero.stage": self.zero,
             "zero.max_gathered": self.max_gathered,
             "memory.unit_layers": self.unit_layers,
-            "memory.recompute": self.recompute if self.recompute in RECOMPUTE_MODES else self.recompute.split(","),
+            "memory.recompute": config_value(self.recompute),
             "memory.recompute_layers": self.recompute_layers,
             "memory.offload_fraction": self.offload,
             "zero.shards": self.shards,

@@ -14,15 +14,13 @@ from itertools import pairwise
 import numpy as np
 
 from pentad.orchestrator.search.layout import Layout, Work
-from pentad.orchestrator.search.offload_bounds import times_beside_copies
+from pentad.orchestrator.search.offload_bounds import Copies
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.offload import RoundTrips, round_trips
 from pentad.schedules.passes.recompute import add_recompute
-from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.spec.plan import ALIGNMENT
@@ -56,6 +54,13 @@ class Timed:
         return generate(order.name, ranks, self.microbatches, order.options, self.layout.of_order)
 
     @cached_property
+    def first_alike(self) -> Order:
+        """The first schedule of the layout that was asked for, of those with this compute order."""
+        columns = self.program.columns
+        rows = tuple(each.tobytes() for each in (columns.action, columns.op, columns.stage, columns.microbatch))
+        return self.layout.orders.setdefault(rows, self.order)
+
+    @cached_property
     def _known(self) -> dict[tuple[bool, int | None, bool], float]:
         return {}
 
@@ -69,30 +74,25 @@ class Timed:
         return not (self.program.columns.op == CODE[Op.BW]).any()
 
     @cached_property
+    def copies(self) -> Copies:
+        """To the host and back, where nothing recomputes."""
+        if "costs" in CATALOGUE[self.order.name].accepts:
+            return self.layout.work.copies(self.program, self.layout.units)
+        ranks, slices = len(self.layout.placement), self.layout.piece.slices
+        return self.layout.work.copies_of(self.order, ranks, self.microbatches, slices, self.layout.units)
+
+    @property
     def of_units(self) -> Program:
-        return split_into_units(self.program, self.layout.units)
+        return self.copies.program
 
     @property
     def of_parts(self) -> Program:
         return self.of_units if self.has_pairs else self.program
 
     @cached_property
-    def copied(self) -> list[int]:
-        """Units that can be offloaded."""
-        return [unit for unit, held in enumerate(self.layout.layers) if held.numbers]
-
-    @cached_property
-    def trips(self) -> RoundTrips:
-        """To the host and back, where nothing recomputes."""
-        return self._trips(self.of_units)
-
-    def _trips(self, program: Program) -> RoundTrips:
-        return round_trips(program, self.copied, self.layout.work.config.memory.offload_prefetch or 1)
-
-    @cached_property
     def units_of_parts(self) -> list[range]:
-        units = [range(unit, unit + 1) for unit in range(len(self.layout.layers))]
-        return units if self.has_pairs else self.layout.units_of_stages
+        units = [range(unit, unit + 1) for unit in range(len(self.layout.units.layers))]
+        return units if self.has_pairs else self.layout.units.of_stages
 
     @cached_property
     def costs(self) -> Costs:
@@ -102,7 +102,9 @@ class Timed:
             return self.layout.plain
 
         def launched(values: Sequence[float]) -> tuple[float, ...]:
-            return tuple(each + (count - 1) * launch for each, count in zip(values, self.layout.units, strict=True))
+            return tuple(
+                each + (count - 1) * launch for each, count in zip(values, self.layout.units.counts, strict=True)
+            )
 
         return Costs(
             launched(costs.forward),
@@ -166,7 +168,7 @@ class Timed:
     def _room(self, max_gathered: int | None) -> int | None:
         """Units that a rank with ZeRO-3 has gathered at once; None for all of them."""
         room = self.layout.gathered(max_gathered)
-        return None if room is None or room >= max(map(len, self.layout.units_of_ranks)) else room
+        return None if room is None or room >= max(map(len, self.layout.units.of_ranks)) else room
 
     def _bound(self, is_zero: bool, room: int | None, is_often: bool) -> float:
         layout, is_zero = self.layout, is_zero and self.layout.is_shared
@@ -191,7 +193,7 @@ class Timed:
         again = self._recomputed(setting) if setting.recompute != "none" else None
         moved = layout.offload(setting.recompute, setting.offload) if setting.offload and not self.has_pairs else None
         pieces = self.program.microbatches * self.program.slices
-        for rank, units in zip(self.ranks, layout.units_of_ranks, strict=True):
+        for rank, units in zip(self.ranks, layout.units.of_ranks, strict=True):
             seconds = float(rank.starts[0]) + rank.work
             if again is not None:
                 seconds += pieces * sum(again[unit] for unit in units) / layout.holders
@@ -222,12 +224,12 @@ class Timed:
         return wait + end + update_seconds(layout.work, costs)
 
     def _beside_copies(self, units: Sequence[range], setting: Setting) -> tuple[Program, Array, float]:
-        program, costs, trips = self.of_units, self.layout.plain, self.trips
+        copies, costs = self.copies, self.layout.plain
         if setting.recompute != "none":
-            program, costs = self._recomputing(program, units, costs, setting)
-            trips = self._trips(program)
+            program, costs = self._recomputing(copies.program, units, costs, setting)
+            copies = replace(copies, program=program)
         costs = replace(costs, offload=tuple(self.layout.offload(setting.recompute, setting.offload)))
-        return program, *times_beside_copies(program, costs, trips)
+        return copies.program, *copies.times(costs)
 
     def _recomputing(
         self, program: Program, units: Sequence[range], costs: Costs, setting: Setting
@@ -243,12 +245,12 @@ class Timed:
         """Seconds of each unit, of which only the first layers of a stage may recompute."""
         seconds, layout = list(self.layout.recompute(setting.recompute)), self.layout
         if setting.recompute_layers is not None:
-            for units in layout.units_of_stages:
+            for units in layout.units.of_stages:
                 before = 0
                 for unit in units:
                     if before >= setting.recompute_layers:
                         seconds[unit] = 0.0
-                    before += len(layout.layers[unit].numbers)
+                    before += len(layout.units.layers[unit].numbers)
         return seconds
 
     def _copied(self, rank: RankTimes, seconds: Sequence[float]) -> float:
@@ -258,7 +260,7 @@ class Timed:
         once, each copy to the host ends before the first one back begins."""
         moved, waiting = [0.0] * len(self.units_of_parts), 0.0
         for part in rank.held:
-            inner = [unit for unit in self.units_of_parts[part] if self.layout.layers[unit].numbers]
+            inner = [unit for unit in self.units_of_parts[part] if self.layout.units.layers[unit].numbers]
             moved[part] = sum(seconds[unit] for unit in inner[:-2])
             count, turn = rank.turns(part)
             waiting += count * max(0.0, 2 * moved[part] - turn)

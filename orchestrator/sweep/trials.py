@@ -16,7 +16,7 @@ from pentad.orchestrator.config.config import RunConfig, dump, load, unchecked
 from pentad.orchestrator.planning.fit import device_memory
 from pentad.orchestrator.planning.formatting import format_count, format_percent
 from pentad.orchestrator.planning.hardware import gpu_of
-from pentad.orchestrator.search.planned import without_evaluation
+from pentad.orchestrator.search.result import without_evaluation
 from pentad.orchestrator.search.search import search
 from pentad.orchestrator.search.space import AXES, given_and_changed, load_for_search
 from pentad.orchestrator.sweep.free_devices import FreeDevices

@@ -15,7 +15,7 @@ from pentad.schedules.ir.instruction import COMPUTE, Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.offload_cut import ALIGNMENT
 from pentad.schedules.passes.zero import rows_of_rank
-from pentad.schedules.passes.zero_buffers import first_fit, most_in_use
+from pentad.schedules.passes.zero_buffers import first_fit, most_in_use, overlapping
 
 _IS_OFFLOAD, _ON_COMPUTE_LANE = op_mask({Op.OFFLOAD}), op_mask({*COMPUTE, Op.RECOMPUTE})
 _Cell = tuple[int, int]  # stage, microbatch
@@ -60,7 +60,7 @@ def arena(program: Program, rank: int, slots: Sequence[tuple[int, int]]) -> Aren
 def _offsets(first: Array, last: Array, sizes: Array) -> Array:
     if (sizes == sizes[0]).all():
         return _lowest_slots(first, last) * sizes[0]
-    return first_fit(sizes, (first[:, None] < last) & (first < last[:, None]))
+    return first_fit(sizes, overlapping(first, last))
 
 
 def _lowest_slots(first: Array, last: Array) -> Array:

@@ -63,8 +63,13 @@ def mode_of(names: Collection[str]) -> str:
     return ",".join(name for name in PARTS if name in names)
 
 
-def config_text(mode: str) -> str:
+def config_value(mode: str) -> str | list[str]:
     """A mode of a plan as memory.recompute has it."""
+    return mode if mode in RECOMPUTE_MODES else mode.split(",")
+
+
+def config_text(mode: str) -> str:
+    """`config_value` in YAML."""
     return mode if mode in RECOMPUTE_MODES else f"[{mode}]"
 
 

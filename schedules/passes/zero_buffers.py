@@ -43,17 +43,17 @@ def weight_pool(program: Program, rank: int, sharded: set[int]) -> Pool:
     All gathers of a stage get one place if that takes no more memory than is in use at some time, otherwise each its
     own."""
     stages, numbers, first, last = _gathered(program, rank, sharded)
-    held, index = np.unique(stages, return_inverse=True)
-    apart, in_use = np.zeros((len(held), len(held)), bool), _most_gathered(program, stages, first, last)
-    overlaps = _overlaps(first, last)
-    apart[index[overlaps[0]], index[overlaps[1]]] = True
-    places = list(zip(stages.tolist(), numbers.tolist(), strict=True))
-    pool = _laid_out(program, [(stage, 0) for stage in held.tolist()], apart | apart.T)
-    if pool.elements == in_use:
+    apart, places = overlapping(first, last), list(zip(stages.tolist(), numbers.tolist(), strict=True))
+    own, others = dict[int, int](), dict[int, int]()  # by stage its gathers, and all that overlap with one of them
+    for at, (stage, _) in enumerate(places):
+        own[stage] = own.get(stage, 0) | 1 << at
+        others[stage] = others.get(stage, 0) | apart[at]
+    held = sorted(own)
+    of_stages = [sum(1 << k for k, stage in enumerate(held) if others[each] & own[stage]) for each in held]
+    pool = _laid_out(program, [(stage, 0) for stage in held], of_stages)
+    if pool.elements == _most_gathered(program, stages, first, last):
         return Pool({place: pool.offsets[place[0], 0] for place in places}, pool.elements)
-    apart = np.zeros((len(places), len(places)), bool)
-    apart[overlaps] = True
-    return _laid_out(program, places, apart | apart.T)
+    return _laid_out(program, places, apart)
 
 
 def _gathered(program: Program, rank: int, sharded: set[int]) -> tuple[Array, Array, Array, Array]:
@@ -68,15 +68,16 @@ def _gathered(program: Program, rank: int, sharded: set[int]) -> tuple[Array, Ar
     return columns.stage[first], columns.microbatch[first], first, last
 
 
-def _overlaps(first: Array, last: Array) -> tuple[Array, Array]:
-    """Pairs (a, b), a before b, of which b begins before a ends, in the order of their begins."""
-    found, step, ended = [np.zeros((2, 0), int)], 1, np.maximum.accumulate(last)
-    while (ended[:-step] > first[step:]).any():  # some pairs are at least so far apart in the order
-        earlier = np.flatnonzero(last[:-step] > first[step:])
-        found.append(np.stack((earlier, earlier + step)))
-        step += 1
-    a, b = np.concatenate(found, axis=1)
-    return a, b
+def overlapping(first: Array, last: Array) -> list[int]:
+    """For each lifetime, in the order of their begins, those that overlap with it, its own included: the bits of a
+    number. What ends at an index does not overlap with what begins there."""
+    found, ended, ends = list[int](), 0, np.argsort(last).tolist()[::-1]
+    begun, last_of = np.searchsorted(first, last).tolist(), last.tolist()  # how many begin before each ends
+    for begin, count in zip(first.tolist(), begun, strict=True):
+        while ends and last_of[ends[-1]] <= begin:
+            ended |= 1 << ends.pop()
+        found.append(((1 << count) - 1) & ~ended)
+    return found
 
 
 def _most_gathered(program: Program, stages: Array, first: Array, last: Array) -> tuple[int, ...]:
@@ -104,7 +105,7 @@ def gradient_pool(program: Program, rank: int) -> Pool:
     """
     numbers, running, reduced = dict[int, int](), set[int](), -1  # by stage, in the order of their first W
     held = sharded_stages(program, rank)
-    apart = np.zeros((len(held), len(held)), bool)
+    apart = list[int]()  # as of `overlapping`
     for begins, stage, _ in accumulations(program, rank, held):
         if not begins:
             running.discard(stage)
@@ -112,11 +113,13 @@ def gradient_pool(program: Program, rank: int) -> Pool:
             continue
         if stage not in numbers:
             numbers[stage] = len(numbers)
+            apart.append(1 << numbers[stage])
             others = running | ({reduced} & numbers.keys())
         else:
             others = running
         for other in others:
-            apart[numbers[stage], numbers[other]] = apart[numbers[other], numbers[stage]] = True
+            apart[numbers[stage]] |= 1 << numbers[other]
+            apart[numbers[other]] |= 1 << numbers[stage]
         running.add(stage)
     return _laid_out(program, [(stage, 0) for stage in numbers], apart, trained=True)
 
@@ -126,9 +129,10 @@ def longest(pools: Sequence[Pool]) -> tuple[int, ...]:
     return tuple(max(each) for each in zip_longest(*(pool.elements for pool in pools), fillvalue=0))
 
 
-def _laid_out(program: Program, places: list[Place], apart: Array, *, trained: bool = False) -> Pool:
+def _laid_out(program: Program, places: list[Place], apart: list[int], *, trained: bool = False) -> Pool:
     """By kind, the smaller of two layouts: largest first, each at the lowest address where it meets none of those that
-    it has to be `apart` from; or, where two do, in turn at the start and after the largest that is there."""
+    it has to be `apart` from, as of `overlapping`; or, where two do, in turn at the start and after the largest that is
+    there."""
     if not places:
         return Pool({}, ())
     sizes_of = gradient_sizes if trained else weight_sizes
@@ -144,42 +148,51 @@ def _laid_out(program: Program, places: list[Place], apart: Array, *, trained: b
     return Pool(dict(zip(places, map(tuple, offsets.tolist()), strict=True)), elements)
 
 
-def _two_turns(apart: Array) -> Array | None:
+def _two_turns(apart: list[int]) -> Array | None:
     """[places] bool such that places that have to be apart differ; None if there is none."""
-    turns, seen = np.zeros(len(apart), bool), np.zeros(len(apart), bool)
+    turns = [0, 0]  # the places of each, as bits
     for start in range(len(apart)):
-        waiting = [] if seen[start] else [start]
-        seen[start] = True
-        while waiting:
-            place = waiting.pop()
-            others = np.flatnonzero(apart[place])
-            new = others[~seen[others]]
-            turns[new], seen[new] = not turns[place], True
-            waiting += new.tolist()
-    clash = apart & (turns[:, None] == turns)
-    np.fill_diagonal(clash, val=False)
-    return None if clash.any() else turns
+        turn, level = 0, 1 << start & ~(turns[0] | turns[1])
+        while level:
+            turns[turn] |= level
+            others = 0
+            for place in _places(level):
+                others |= apart[place] & ~(1 << place)
+            if others & turns[turn]:
+                return None
+            turn, level = 1 - turn, others & ~turns[1 - turn]
+    found = np.zeros(len(apart), bool)
+    found[list(_places(turns[1]))] = True
+    return found
 
 
-def first_fit(sizes: Array, apart: Array) -> Array:
-    """Offsets of pieces of memory: the largest first, each as low as it overlaps with none of those `apart`."""
+def _places(bits: int) -> Iterator[int]:
+    while bits:
+        place = bits.bit_length() - 1
+        yield place
+        bits ^= 1 << place
+
+
+def first_fit(sizes: Array, apart: list[int]) -> Array:
+    """Offsets of pieces of memory: the largest first, each as low as it meets none of those that it has to be `apart`
+    from, as of `overlapping`."""
     offsets = np.zeros_like(sizes)
     if not sizes.any():
         return offsets
     order = np.argsort(-sizes, kind="stable")
-    if apart.all():
+    if apart == [(1 << len(apart)) - 1] * len(apart):
         offsets[order] = (np.cumsum(sizes[order]) - sizes[order]) * (sizes[order] > 0)
         return offsets
-    rows = [int.from_bytes(row.tobytes(), "little") for row in np.packbits(apart, axis=1, bitorder="little")]
     placed = dict[tuple[int, int], int]()  # pieces, as the bits of a number, by offset and size
     places = list[tuple[int, int]]()  # by offset
     for index in order.tolist():
         size, lowest = int(sizes[index]), 0
         for offset, other in places:
-            if rows[index] & placed[offset, other]:
+            if apart[index] & placed[offset, other]:
                 if offset - lowest >= size:
                     break
-                lowest = max(lowest, offset + other)
+                if offset + other > lowest:  # max() would take most of the time
+                    lowest = offset + other
         offsets[index], place = lowest, (lowest, size)
         if place not in placed:
             insort(places, place)

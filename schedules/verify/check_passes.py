@@ -9,8 +9,8 @@ import numpy as np
 
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.errors import ScheduleError
-from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Key, Op
-from pentad.schedules.ir.program import Program, Stream, index_of
+from pentad.schedules.ir.instruction import COMPUTE, Key, Op
+from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
 from pentad.schedules.passes.zero import is_reader
 from pentad.schedules.passes.zero_buffers import accumulations, gradient_pool, meeting_stages
@@ -18,9 +18,7 @@ from pentad.schedules.simulate.events import ON_COMPUTE_LANE
 from pentad.schedules.verify.check_order import error_at, refuse
 
 SAVED_ACTIVATION_OPS = (Op.OFFLOAD, Op.RELOAD, Op.RECOMPUTE)
-ALLOCATING = COMPUTE | {Op.RECOMPUTE}
-COMPUTE_LANE = ALLOCATING | {Op.FREE}
-Fault = tuple[int, str]  # index in a rank's stream, and what is wrong there
+_ALLOCATES = op_mask(COMPUTE | {Op.RECOMPUTE})
 _ON_ACTIVATIONS, _ON_PARAMETERS = op_mask(SAVED_ACTIVATION_OPS), op_mask({Op.ALL_GATHER, Op.FREE})
 _IS_GATHER, _IS_FREE = op_mask({Op.ALL_GATHER}), op_mask({Op.FREE})
 _GATHER, _FREE = CODE[Op.ALL_GATHER], CODE[Op.FREE]
@@ -44,24 +42,9 @@ def prove_memory_passes(program: Program) -> None:
 
 def _prove_activations(program: Program) -> None:
     """Raises ScheduleError for the first fault of the first rank that has one."""
-    columns = program.columns
-    copying = set(columns.rank[columns.rows_of(op_mask({Op.OFFLOAD, Op.RELOAD}))].tolist())
-    rows, first, last = _recomputed(program)
-    here = columns.action[rows]
-    wrong = rows[(first < 0) | (last < 0) | (columns.action[first] >= here) | (columns.action[last] <= here)]
-    for rank in sorted({*copying, *columns.rank[wrong].tolist()}):
-        stream = program.streams[rank]
-        for index, fault in _activation_faults(stream, index_of(stream)):
-            raise ScheduleError(f"rank {rank}: {fault}", rank, index)
-
-
-def _recomputed(program: Program) -> tuple[Array, Array, Array]:
-    """(row of RECOMPUTE, of its forward, of its backward), -1 where its rank has none."""
-    columns = program.columns
-    rows = columns.rows_of(op_mask({Op.RECOMPUTE}))
-    keys = columns.rank[rows], columns.stage[rows], columns.microbatch[rows]
-    forward, *backward = (program.lookup.rows(keys[0], CODE[op], *keys[1:]) for op in (Op.F, Op.B, Op.BW))
-    return rows, forward, np.where(backward[0] < 0, backward[1], backward[0])
+    for _, at, fault in sorted(_activation_faults(program), key=lambda each: each[0])[:1]:
+        rank, index = program.columns.position(at)
+        raise ScheduleError(f"rank {rank}: {fault}", rank, index)
 
 
 def _prove_gathers(program: Program) -> None:
@@ -176,46 +159,72 @@ def prove_gradient_buffers(program: Program) -> None:
             raise error_at(program, waiting[k], text)
 
 
-def _waits_up_to(waits: tuple[Key, ...], last: Key, position: dict[Key, int]) -> bool:
-    """Whether `waits` has `last`, which is on the compute lane, or something later on that lane."""
-    return any(key.op in COMPUTE_LANE and position[key] >= position[last] for key in waits)
+def _activation_faults(program: Program) -> Iterator[tuple[int, int, str]]:
+    """(row where it is found, row that is at fault, what is wrong), several of a row in order."""
+    yield from _early_takers(program)
+    columns, lookup = program.columns, program.lookup
+    rows = columns.rows_of(_ON_ACTIVATIONS)
+    rank, (op, stage, number) = columns.rank[rows], columns.keys(rows)
+    found = {each: lookup.rows(rank, CODE[each], stage, number) for each in (Op.F, Op.B, Op.BW, *SAVED_ACTIVATION_OPS)}
+    forward, offload, reload, recompute = (found[each] for each in (Op.F, *SAVED_ACTIVATION_OPS))
+    backward, is_split = np.where(found[Op.B] < 0, found[Op.BW], found[Op.B]), found[Op.B] >= 0
+    reader = np.where(recompute < 0, backward, recompute)
+    action, copies, is_reload = columns.action, op != CODE[Op.RECOMPUTE], op == CODE[Op.RELOAD]
+
+    def key(k: int, op: Op) -> Key:
+        return Key(op, int(stage[k]), int(number[k]))
+
+    between = (forward >= 0) & (backward >= 0) & (action[forward] < action[rows]) & (action[rows] < action[backward])
+    for k in np.flatnonzero(~between).tolist():
+        last = key(k, Op.B if is_split[k] else Op.BW)
+        yield rows[k], rows[k], f"{columns.key(rows[k])} is not between {key(k, Op.F)} and {last}"
+    unmet = ~_has_wait(action, program, rows, forward) | (reload < 0)
+    for k in np.flatnonzero((op == CODE[Op.OFFLOAD]) & unmet).tolist():
+        text = f"does not wait for {key(k, Op.F)}, or {key(k, Op.RELOAD)} is missing"
+        yield rows[k], rows[k], f"{key(k, Op.OFFLOAD)} {text}"
+    allocating = columns.rows_of(_ALLOCATES)
+    newest = np.append(-1, allocating)[np.searchsorted(allocating, rows)]
+    known = newest >= columns.rank_offsets[rank]
+    for k in np.flatnonzero(copies & known & (_latest_compute_waits(program)[rows] < action[newest])).tolist():
+        text = f"does not wait for {columns.key(newest[k])}, whose memory it may get"
+        yield rows[k], rows[k], f"{columns.key(rows[k])} {text}"
+    for k in np.flatnonzero(is_reload & ~_has_wait(np.arange(columns.rows), program, rows, offload)).tolist():
+        yield rows[k], rows[k], f"{key(k, Op.RELOAD)} does not wait for {key(k, Op.OFFLOAD)}"
+    for k in np.flatnonzero(is_reload & (_first_takers(program)[offload] >= rows)).tolist():
+        text = f"no compute instruction before {key(k, Op.RELOAD)} waits for {key(k, Op.OFFLOAD)}"
+        yield rows[k], rows[k], f"{text}, so its memory is never free"
+    for k in np.flatnonzero(is_reload & (reader >= 0) & ~_has_wait(action, program, reader, reload)).tolist():
+        yield rows[k], reader[k], f"{columns.key(reader[k])} does not wait for {key(k, Op.RELOAD)}"
 
 
-def _activation_faults(stream: Stream, position: dict[Key, int]) -> Iterator[Fault]:
-    taken: set[Key] = set()  # offloads that compute has waited for
-    newest: Key | None = None  # on the compute lane
-    for index, action, part in _parts(stream):
-        if part.op in ALLOCATING:
-            newest = part.key
-            for key in part.waits:
-                reader = Key(Op.F, key.stage + 1, key.microbatch)  # its input may be part of what is offloaded
-                if key.op is Op.OFFLOAD and position.get(reader, -1) >= index:
-                    yield index, f"{part.key} takes over the memory of {key} before {reader} has read it"
-                if key.op is Op.OFFLOAD:
-                    taken.add(key)
-        if part.op not in SAVED_ACTIVATION_OPS:
-            continue
-        ops = (Op.F, Op.B, Op.BW, *SAVED_ACTIVATION_OPS)
-        forward, b, bw, offload, reload, recompute = (Key(op, part.stage, part.microbatch) for op in ops)
-        backward = b if b in position else bw
-        if not position.get(forward, index) < index < position.get(backward, index):
-            yield index, f"{part.key} is not between {forward} and {backward}"
-        if part.op is Op.OFFLOAD and (forward not in action.waits or reload not in position):
-            yield index, f"{offload} does not wait for {forward}, or {reload} is missing"
-        if part.op is not Op.RECOMPUTE and newest and not _waits_up_to(part.waits, newest, position):
-            yield index, f"{part.key} does not wait for {newest}, whose memory it may get"
-        if part.op is Op.RELOAD:
-            reader = recompute if recompute in position else backward
-            if offload not in part.waits:
-                yield index, f"{reload} does not wait for {offload}"
-            if offload not in taken:
-                yield index, f"no compute instruction before {reload} waits for {offload}, so its memory is never free"
-            if reload not in stream[position[reader]].waits:
-                yield position[reader], f"{reader} does not wait for {reload}"
+def _taking(program: Program) -> Array:
+    """Waits of what takes memory for an OFFLOAD, which frees it."""
+    columns = program.columns
+    return np.flatnonzero((columns.wait_op == CODE[Op.OFFLOAD]) & _ALLOCATES[columns.op[columns.wait_row]])
 
 
-def _parts(stream: Stream) -> Iterator[tuple[int, Action, Instruction]]:
-    return ((index, action, part) for index, action in enumerate(stream) for part in action.parts)
+def _early_takers(program: Program) -> Iterator[tuple[int, int, str]]:
+    """`_activation_faults` of what takes memory while the next stage may still read its input there."""
+    columns, waits = program.columns, _taking(program)
+    row, stage, number = columns.wait_row[waits], columns.wait_stage[waits], columns.wait_microbatch[waits]
+    reader = program.lookup.rows(columns.rank[row], CODE[Op.F], stage + 1, number)
+    for k in np.flatnonzero((reader >= 0) & (columns.action[reader] >= columns.action[row])).tolist():
+        memory = f"the memory of {columns.wait_key(waits[k])}"
+        yield row[k], row[k], f"{columns.key(row[k])} takes over {memory} before {columns.key(reader[k])} has read it"
+
+
+def _first_takers(program: Program) -> Array:
+    """By row of an OFFLOAD the first one that takes its memory, or a row beyond all."""
+    columns, waits, found = program.columns, _taking(program), np.full(program.columns.rows + 1, program.columns.rows)
+    np.minimum.at(found, program.lookup.wait_targets[waits], columns.wait_row[waits])
+    return found
+
+
+def _has_wait(of: Array, program: Program, rows: Array, targets: Array) -> Array:
+    """Whether each row waits for its target, -1 for none; `of` as of `unmet_waits`."""
+    found = targets >= 0
+    found[unmet_waits(of, program, rows, targets)] = False
+    return found
 
 
 def prove_post_validation(program: Program) -> None:

@@ -11,7 +11,7 @@ import pytest
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.placement_bounds import counts_in, least_counts, order_bound
-from pentad.orchestrator.search.planned import plan_setting
+from pentad.orchestrator.search.result import plan_setting
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
 from pentad.schedules.ir.columns import op_mask

@@ -30,8 +30,8 @@ from pentad.orchestrator.search import reasons
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds
 from pentad.orchestrator.search.placement_bounds import order_bound, placement_bound, shape_bound
-from pentad.orchestrator.search.planned import plan_setting
 from pentad.orchestrator.search.reasons import describe, flips, nearest_fits
+from pentad.orchestrator.search.result import plan_setting
 from pentad.orchestrator.search.search import LISTED, Missed, SearchResult, search, search_space
 from pentad.orchestrator.search.space import (
     AXES,
@@ -206,7 +206,7 @@ def test_bounds_are_those_of_the_order_that_a_plan_has(name: str) -> None:
     setting = Setting(Mesh(pp=2), 8, Order(name))
     plan, layout = plan_setting(config, setting, ()).plan, Work(config).layout_of(setting)
     order = Timed(layout, setting.order, setting.microbatches).program
-    assert split_into_units(order, layout.units).streams == plan.program.compute().streams
+    assert split_into_units(order, layout.units.counts).streams == plan.program.compute().streams
 
 
 @pytest.mark.sampled(1)

@@ -8,7 +8,7 @@ import pytest
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.fit import DeviceMemory
-from pentad.orchestrator.search.planned import plan_setting
+from pentad.orchestrator.search.result import plan_setting
 from pentad.orchestrator.search.search import search
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.spec.mesh import Mesh

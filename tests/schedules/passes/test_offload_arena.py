@@ -10,7 +10,7 @@ from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.offload_arena import Arena, arena
 from pentad.schedules.passes.offload_cut import ALIGNMENT, cut
-from pentad.schedules.passes.zero_buffers import first_fit
+from pentad.schedules.passes.zero_buffers import first_fit, overlapping
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 SIZES = [("gpipe", 2, 4), ("1f1b", 4, 8), ("zb-h2", 2, 6), ("zb-v", 2, 6), ("dualpipe", 2, 4), ("looped-bfs", 2, 4)]
@@ -65,7 +65,9 @@ def test_activations_of_equal_size_lie_where_first_fit_puts_them(name: str) -> N
         slots = [(2 * ALIGNMENT, ALIGNMENT)] * program.stages
         equal, lives = arena(program, rank, slots), lifetimes(program, rank)
         first, last = np.array([lives[cell] for cell in equal.offsets]).T
-        apart = (first[:, None] < last) & (first < last[:, None])
+        overlap = (first[:, None] < last) & (first < last[:, None])
+        apart = [sum(1 << other for other in np.flatnonzero(row).tolist()) for row in overlap]
+        assert overlapping(first, last) == apart
         for side, size in enumerate(slots[0]):
             expected = first_fit(np.full(len(first), size), apart)
             assert [at[side] for at in equal.offsets.values()] == expected.tolist()
