@@ -97,6 +97,10 @@ def copies(size: int) -> dict[str, float]:
     def product(*ways: str) -> float:
         """Median milliseconds of a product; copies last longer than all of them."""
         torch.cuda.synchronize()
+        for _ in range(PRODUCTS):  # an idle GPU would begin at a higher clock
+            torch.mm(x, w)
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
         start(*ways)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(PRODUCTS + 1)]
         events[0].record()
