@@ -81,6 +81,7 @@ def copies(size: int) -> dict[str, float]:
         for way, stream, host, device in zip(("out", "in"), streams, hosts, devices, strict=True):
             if way in ways:
                 events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
                     events[0].record()
                     (host.copy_(device, non_blocking=True) if way == "out" else device.copy_(host, non_blocking=True))
@@ -99,8 +100,6 @@ def copies(size: int) -> dict[str, float]:
         torch.cuda.synchronize()
         for _ in range(PRODUCTS):  # an idle GPU would begin at a higher clock
             torch.mm(x, w)
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())
         start(*ways)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(PRODUCTS + 1)]
         events[0].record()

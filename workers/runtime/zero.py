@@ -33,7 +33,7 @@ from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.fp8_shard import Fp8Shard
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.rank_waits import rank_waits
-from pentad.workers.transport.group_collectives import GroupCollectives, all_reduce
+from pentad.workers.transport.group_collectives import GroupCollectives, begin_all_reduce
 from pentad.workers.transport.peer_collectives import PeerCollectives, gradients_name, weights_name
 
 Collectives = GroupCollectives | PeerCollectives
@@ -166,7 +166,7 @@ class ZeroShards:
         for (_, buffers), group in zip(self.trained[part.stage], groups.gradients[part.stage], strict=True):
             assert buffers.gradients is not None
             if group is not None and buffers.gradients.flat.numel():
-                works += all_reduce(buffers.gradients.flat, group, bf16=self.bf16_reduce)
+                works += begin_all_reduce(buffers.gradients.flat, group, bf16=self.bf16_reduce)
         return works
 
     def sum_replicas(self) -> None:
@@ -182,7 +182,7 @@ class ZeroShards:
         """Adds up a shard's sums over its replicas. A GPU's lane does so once they have been `scattered`. A CPU's host
         would have to wait for that, perhaps for a rank that waits for a transfer from this one, so it does so at NORM,
         in the same order on all ranks."""
-        begin = partial(all_reduce, sums, group, bf16=self.bf16_reduce)
+        begin = partial(begin_all_reduce, sums, group, bf16=self.bf16_reduce)
         if not self.sums_in_lane:
             self.unsummed.append(begin)
             return scattered

@@ -13,8 +13,8 @@ from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.transport.bf16_reduction import all_reduce_bf16, reduce_scatter_bf16
 
 
-def all_reduce(gradients: torch.Tensor, group: dist.ProcessGroup, *, bf16: bool) -> list[Arrival]:
-    """Replaces gradients [n] by their sum over the ranks of the group, with terms in `bf16` if asked for."""
+def begin_all_reduce(gradients: torch.Tensor, group: dist.ProcessGroup, *, bf16: bool) -> list[Arrival]:
+    """Begins to replace gradients [n] by their sum over the ranks of the group, with terms in `bf16` if asked for."""
     if bf16:
         return all_reduce_bf16(gradients, group)
     return [dist.all_reduce(gradients, group=group, async_op=True)]
