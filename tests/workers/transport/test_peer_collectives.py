@@ -27,6 +27,7 @@ from simulated_gpus import (
 
 from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, instructions_of
+from pentad.schedules.passes.optimizer_pass import last_reductions
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -114,6 +115,7 @@ class Rank:
         stages = make_stages(plan, rank, self.parameters, frozen_weights(plan, rank, device, None), {})
         self.stages, self.zero = stages, ZeroShards(plan, rank, stages)
         self.stream = list(instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]))
+        self.last_reductions = last_reductions(plan.program.streams[plan.mesh.coordinates(rank).pp])
         self.ended: set[tuple[int, Key]] = set()
         self.issued = self.completed = 0  # instructions on the compute lane
         self.transfers: dict[Any, int] = {}
@@ -172,7 +174,7 @@ class Rank:
             case Op.FREE:
                 self.zero.free(part)
             case Op.REDUCE_SCATTER:
-                self.zero.scatter(part, self.collectives, is_last=False)
+                self.zero.scatter(part, self.collectives, is_last=part.key in self.last_reductions)
             case Op.NORM:
                 self.lanes.enqueue(lambda: self._check_sums(step))
                 self.flags.write(("norm", self.rank), step + 1)
@@ -245,7 +247,7 @@ def run(plan: Plan, seed: int, ignored: str = "") -> list[torch.Tensor]:
     group_sums = SimulatedAllReduce(lanes)
     with (
         patch.object(peer_collectives, "add_shards_", enqueue_sum),
-        patch.object(zero_module, "all_reduce", group_sums),
+        patch.object(zero_module, "begin_all_reduce", group_sums),
     ):
         run_in_some_order(lanes, [each.host() for each in ranks], Random(seed))
     used = {flag for flag in flags.values if flag[0] not in ("norm", "sent")}  # type: ignore[index]
