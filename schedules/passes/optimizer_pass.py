@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from pentad.schedules.ir.columns import CODE, key_columns
+from pentad.schedules.ir.columns import CODE, Array, key_columns, op_mask
 from pentad.schedules.ir.instruction import REDUCTIONS, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.lookup import IS_REDUCTION, IS_SEND, IS_WEIGHT
 from pentad.schedules.ir.program import Program, Stream
@@ -24,26 +25,27 @@ def add_reduce(program: Program, *, replicas: int, scatter: bool = False, every_
     columns, op = program.columns, Op.REDUCE_SCATTER if scatter else Op.ALL_REDUCE
     if every_microbatch:
         return _reduce_every_microbatch(program, op)
-    last = complete_weight_grads(program)
+    complete = complete_weight_grads(program)
+    last = dict(
+        zip(zip(complete.rank.tolist(), complete.stage.tolist(), strict=True), complete.row.tolist(), strict=True)
+    )
     finished: dict[int, int] = {}
-    for (_, stage, _), row in last.items():
+    for (_, stage), row in last.items():
         finished[stage] = max(finished.get(stage, 0), columns.position(row)[1])
     additions: list[Addition] = []
     for rank, stages in enumerate(program.placement):
         position = 0
         for stage in sorted(stages, key=lambda stage: (finished.get(stage, 0), stage)):
             if replicas > 1 or len(program.holders(stage)) > 1:
-                row = last[rank, stage, -1]
+                row = last[rank, stage]
                 position, key = max(position, _after_sends(program, rank, row)), columns.key(row)
                 additions.append((rank, position, Instruction(op, stage, group=f"stage{stage}", waits=(key,))))
     return insert(program, additions)
 
 
 def _reduce_every_microbatch(program: Program, op: Op) -> Program:
-    columns, found = program.columns, complete_weight_grads(program, every_microbatch=True)
-    ranks, stages, numbers = (np.array(part) for part in zip(*found, strict=True))
-    rows = np.fromiter(found.values(), np.int64, len(found))
-    names = sorted({f"stage{stage}" for stage in stages.tolist()})
+    columns, (ranks, stages, numbers, rows) = program.columns, complete_weight_grads(program, every_microbatch=True)
+    names = sorted(f"stage{stage}" for stage in np.unique(stages).tolist())
     index = np.zeros(program.stages, np.int32)
     index[[int(name.removeprefix("stage")) for name in names]] = np.arange(len(names))
     added = key_columns(np.array([0, len(rows)]), np.full(len(rows), CODE[op]), stages, numbers)
@@ -71,26 +73,40 @@ def last_reductions(stream: Stream) -> frozenset[Key]:
 
 def add_step(program: Program) -> Program:
     """NORM and STEP at the end of every stream, where STEP waits for the global norm (a barrier)."""
-    additions: list[Addition] = []
-    for rank, (end, last, reductions) in enumerate(complete_gradients(program)):
-        norm = Instruction(Op.NORM, group="pp", waits=(last, *reductions))
-        additions += [(rank, end, norm), (rank, end, Instruction(Op.STEP, waits=(norm.key,)))]
-    return insert(program, additions)
+    norm = Instruction(Op.NORM, group="pp")
+    step = Instruction(Op.STEP, waits=(norm.key,))
+    ends = enumerate(np.diff(program.columns.action_offsets).tolist())
+    found = insert(program, [(rank, end, part) for rank, end in ends for part in (norm, step)])
+    return wait_for(found, Op.NORM, program, *complete_gradients(program))
 
 
-def complete_gradients(program: Program) -> list[tuple[int, Key, tuple[Key, ...]]]:
-    """By rank: the end of its stream, and what its gradients are complete after, the last compute instruction and the
-    reductions."""
+def wait_for(program: Program, op: Op, earlier: Program, ranks: Array, rows: Array) -> Program:
+    """The program in which the `op` of each rank, of which it has one, also waits for these rows of an earlier one."""
+    waiting = program.columns.rows_of(op_mask({op}))[ranks]
+    return program.with_streams(program.columns.with_waits(waiting, *earlier.columns.keys(rows)))
+
+
+def complete_gradients(program: Program) -> tuple[Array, Array]:
+    """(rank, row) of what the gradients of every rank are complete after: of each, the last compute instruction, and
+    then all reductions."""
     columns = program.columns
     reductions = columns.rows_of(IS_REDUCTION)
-    by_rank = np.split(reductions, np.searchsorted(reductions, columns.rank_offsets[1:-1]))
-    found = zip(np.diff(columns.action_offsets).tolist(), program.lookup.last_compute, by_rank, strict=True)
-    return [(end, columns.key(row), tuple(map(columns.key, rows))) for end, row, rows in found]
+    ranks = np.concatenate((np.arange(program.ranks), columns.rank[reductions]))
+    return ranks, np.concatenate((program.lookup.last_compute, reductions))
 
 
-def complete_weight_grads(program: Program, *, every_microbatch: bool = False) -> dict[tuple[int, int, int], int]:
-    """(rank, stage, number) -> row of the W or BW that completes the gradients of the `number`-th microbatch that a
-    rank computes of a stage, in order; or with -1 for the number those of the step."""
+class CompleteGrads(NamedTuple):
+    """By sum of gradients, the row of the W or BW that completes it: of the `number`-th microbatch that a rank computes
+    of a stage, or of the step, with -1."""
+
+    rank: Array
+    stage: Array
+    number: Array
+    row: Array
+
+
+def complete_weight_grads(program: Program, *, every_microbatch: bool = False) -> CompleteGrads:
+    """In the order of the rows, or for the step by rank and stage."""
     columns = program.columns
     rows = columns.rows_of(IS_WEIGHT)
     if every_microbatch:  # W takes the slices of a microbatch from the last to the first
@@ -105,5 +121,4 @@ def complete_weight_grads(program: Program, *, every_microbatch: bool = False) -
         last[holding] = rows
         rows = last[last >= 0]
         number = np.full(len(rows), -1)
-    places = columns.rank[rows], columns.stage[rows], number
-    return dict(zip(zip(*(part.tolist() for part in places), strict=True), rows.tolist(), strict=True))
+    return CompleteGrads(columns.rank[rows], columns.stage[rows], number, rows)

@@ -15,7 +15,7 @@ from pentad.schedules.ir.columns import CODE, op_mask
 from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import Addition, insert
-from pentad.schedules.passes.optimizer_pass import complete_gradients
+from pentad.schedules.passes.optimizer_pass import complete_gradients, wait_for
 from pentad.schedules.passes.transfers import first_rows
 
 VALIDATE, ROLLBACK, NORM = (Key(op, -1, -1) for op in (Op.VALIDATE, Op.ROLLBACK, Op.NORM))
@@ -38,15 +38,17 @@ def add_post_validation(program: Program) -> Program:
     rows = np.flatnonzero(columns.op == CODE[Op.ALL_GATHER]).tolist()
     gathers = [(columns.key(row), *columns.position(row)) for row in rows]
     positions = _first_unrepeatable(program)
-    for rank, (end, last, reductions) in enumerate(complete_gradients(program)):
+    for rank, end in enumerate(np.diff(columns.action_offsets).tolist()):
         position = positions[rank]
         # VALIDATE and ROLLBACK change the weights that earlier gathers still send.
         waits = tuple(key for key, where, at in gathers if where == rank and at < position)
         additions.append((rank, position, Instruction(Op.VALIDATE, peer=program.ranks - 1, waits=waits)))
         additions.append((rank, position, Instruction(Op.ROLLBACK, waits=(VALIDATE,))))
-        additions.append((rank, end, Instruction(Op.NORM, peer=rank - 1, waits=(last, *reductions))))
-        additions.append((rank, end, Instruction(Op.STEP, waits=reductions)))
-    return insert(program, additions)
+        additions.append((rank, end, Instruction(Op.NORM, peer=rank - 1)))
+        additions.append((rank, end, Instruction(Op.STEP)))
+    found, (ranks, rows) = insert(program, additions), complete_gradients(program)
+    found = wait_for(found, Op.NORM, program, ranks, rows)
+    return wait_for(found, Op.STEP, program, ranks[program.ranks :], rows[program.ranks :])  # for reductions alone
 
 
 def _first_unrepeatable(program: Program) -> list[int]:

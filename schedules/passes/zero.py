@@ -54,9 +54,9 @@ def add_gathers(program: Program, *, zero: int, prefetch: int = 1, max_gathered:
     before its reader, for which the rank keeps room, or later if there is none. Mirrored ranks read their stages in the
     same actions, and so gather together. Raises PentadError when that is too few stages for an action of the program.
     """
-    by_rank = []
+    by_rank, readers = [], np.flatnonzero(is_reader(program))
     for rank, held in enumerate(program.placement):
-        reads, room, ahead = _reads(program, rank), len(held), 0
+        reads, room, ahead = _reads(program, rank, readers), len(held), 0
         if zero == 3 and max_gathered is not None and max_gathered < room:
             least = _check_room(program, rank, reads, max_gathered)
             room, ahead = max_gathered, min(prefetch, max_gathered - least)
@@ -98,7 +98,7 @@ def _inserted(program: Program, placed: Placed, ranks: Array, *, with_frees: boo
     columns, count = program.columns, len(ranks)
     gather, free = (np.full(count, CODE[op]) for op in (Op.ALL_GATHER, Op.FREE))
     order = np.lexsort((placed.number, placed.stage, placed.end, ranks))
-    names = sorted({f"stage{stage}" for stage in placed.stage.tolist()})
+    names = sorted(f"stage{stage}" for stage in np.unique(placed.stage).tolist())
     numbers = np.zeros(program.stages, np.int32)
     numbers[[int(name.removeprefix("stage")) for name in names]] = np.arange(1, len(names) + 1)
     whole = np.array([0, count])
@@ -125,9 +125,10 @@ def is_reader(program: Program) -> Array:
     return found
 
 
-def _reads(program: Program, rank: int) -> Reads:
-    columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
-    rows = first + np.flatnonzero(is_reader(program)[first:end])
+def _reads(program: Program, rank: int, readers: Array) -> Reads:
+    """Of a rank, from the rows of all readers."""
+    columns = program.columns
+    rows = readers[slice(*np.searchsorted(readers, columns.rank_offsets[rank : rank + 2]))]
     action, stage = columns.action[rows] - columns.action_offsets[rank], columns.stage[rows]
     order = np.lexsort((rows, stage, action))
     action, stage, rows = action[order], stage[order], rows[order]
@@ -170,22 +171,21 @@ def _evictions(reads: Reads, room: int) -> tuple[Array, Array, Array]:
     evicted, in order. The victim is read last of those that this action does not read, of several the highest stage."""
     stages = int(reads.stage.max(initial=-1)) + 1
     urgency = (_following(reads) * stages + reads.stage).tolist()
-    firsts, lasts, evicted = list[int](), list[int](), list[int]()
-    held = dict[int, int]()  # by stage, its last read
-    gather = dict[int, int]()  # by stage, the number of its gather
     begins = np.searchsorted(reads.action, reads.action).tolist()
-    for index, (stage, begin) in enumerate(zip(reads.stage.tolist(), begins, strict=True)):
+    firsts, lasts, evicted = list[int](), list[int](), list[int]()
+    held, gather = dict[int, int](), dict[int, int]()  # by stage: how urgent it is, the number of its gather
+    for index, (stage, begin, due) in enumerate(zip(reads.stage.tolist(), begins, urgency, strict=True)):
         if stage not in held:
             if len(held) == room:
-                victim = max(urgency[last] for last in held.values() if last < begin) % stages
-                lasts[gather[victim]] = held.pop(victim)
+                read = urgency[begin:index]
+                victim = max([each for each in held.values() if each not in read] if read else held.values()) % stages
+                del held[victim]
                 evicted.append(gather[victim])
             gather[stage] = len(firsts)
             firsts.append(index)
-            lasts.append(-1)
-        held[stage] = index
-    for stage, last in held.items():
-        lasts[gather[stage]] = last
+            lasts.append(index)
+        held[stage] = due
+        lasts[gather[stage]] = index
     return np.array(firsts, int), np.array(lasts, int), np.array(evicted, int)
 
 

@@ -96,6 +96,35 @@ def most_in_use(first: Array, last: Array, sizes: Array) -> Array:
     return found
 
 
+class GradientSums(NamedTuple):
+    """What happens to the sums of gradients on a rank, by row: the first W of a sum, where it `begins`, or its
+    REDUCE_SCATTER. `at` is the index of its stage in `stages`, which come in the order of their first W, and `beside`
+    are those that are being added up then, as the bits of a number."""
+
+    stages: list[int]
+    at: Array
+    begins: Array
+    row: Array
+    beside: Array
+
+
+def gradient_sums(program: Program, rank: int) -> GradientSums:
+    """Those of the stages that a rank reduces."""
+    columns, rows = program.columns, rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
+    rows = rows[np.isin(columns.stage[rows], list(sharded_stages(program, rank)))]
+    by_stage = rows[np.argsort(columns.stage[rows], kind="stable")]
+    scatters, stage = _IS_SCATTER[columns.op[by_stage]], columns.stage[by_stage]
+    follows_scatter = np.ones(len(rows), bool)
+    follows_scatter[1:] = scatters[:-1] | (stage[1:] != stage[:-1])
+    row = np.sort(by_stage[scatters ^ follows_scatter])
+    stages, first, index = np.unique(columns.stage[row], return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    at = np.argsort(order)[index]
+    bits = np.array([1 << k for k in range(len(stages))], object)[at]
+    beside = np.bitwise_xor.accumulate(bits) ^ bits
+    return GradientSums(stages[order].tolist(), at, ~_IS_SCATTER[columns.op[row]], row, beside)
+
+
 def gradient_pool(program: Program, rank: int) -> Pool:
     """For the gradients of the stages that a rank reduces. A stage has one place for the whole step, and uses it from
     the first W of a sum to the REDUCE_SCATTER.
@@ -103,25 +132,20 @@ def gradient_pool(program: Program, rank: int) -> Pool:
     It is apart from those of stages that accumulate at the same time, and from that of the stage reduced just before:
     its REDUCE_SCATTER then runs beside this one's W.
     """
-    numbers, running, reduced = dict[int, int](), set[int](), -1  # by stage, in the order of their first W
-    held = sharded_stages(program, rank)
-    apart = list[int]()  # as of `overlapping`
-    for begins, stage, _ in accumulations(program, rank, held):
-        if not begins:
-            running.discard(stage)
-            reduced = stage
-            continue
-        if stage not in numbers:
-            numbers[stage] = len(numbers)
-            apart.append(1 << numbers[stage])
-            others = running | ({reduced} & numbers.keys())
-        else:
-            others = running
-        for other in others:
-            apart[numbers[stage]] |= 1 << numbers[other]
-            apart[numbers[other]] |= 1 << numbers[stage]
-        running.add(stage)
-    return _laid_out(program, [(stage, 0) for stage in numbers], apart, trained=True)
+    return _gradient_pool(program, gradient_sums(program, rank))
+
+
+def _gradient_pool(program: Program, sums: GradientSums) -> Pool:
+    apart = [1 << k for k in range(len(sums.stages))]  # as of `overlapping`
+    meetings = set(zip(sums.at[sums.begins].tolist(), sums.beside[sums.begins].tolist(), strict=True))
+    _, first = np.unique(sums.at, return_index=True)
+    reduced = np.maximum.accumulate(np.where(sums.begins, -1, np.arange(len(sums.row))))[first]
+    meetings |= {(k, 1 << int(sums.at[event])) for k, event in enumerate(reduced.tolist()) if event >= 0}
+    for k, others in meetings:
+        apart[k] |= others
+        for other in places_of(others):
+            apart[other] |= 1 << k
+    return _laid_out(program, [(stage, 0) for stage in sums.stages], apart, trained=True)
 
 
 def longest(pools: Sequence[Pool]) -> tuple[int, ...]:
@@ -156,17 +180,17 @@ def _two_turns(apart: list[int]) -> Array | None:
         while level:
             turns[turn] |= level
             others = 0
-            for place in _places(level):
+            for place in places_of(level):
                 others |= apart[place] & ~(1 << place)
             if others & turns[turn]:
                 return None
             turn, level = 1 - turn, others & ~turns[1 - turn]
     found = np.zeros(len(apart), bool)
-    found[list(_places(turns[1]))] = True
+    found[list(places_of(turns[1]))] = True
     return found
 
 
-def _places(bits: int) -> Iterator[int]:
+def places_of(bits: int) -> Iterator[int]:
     while bits:
         place = bits.bit_length() - 1
         yield place
@@ -222,46 +246,26 @@ def is_double_buffered(program: Program) -> bool:
     return True
 
 
-def gradient_waits(program: Program, rank: int) -> Iterator[tuple[int, int]]:
-    """Which first W of a sum has to wait for which REDUCE_SCATTER, as rows: the last of those whose places meet its
-    own, and the last of its own stage, whose sum it continues."""
-    meeting, reduced = meeting_stages(program, gradient_pool(program, rank)), dict[int, int]()  # the last one last
-    for begins, stage, row in accumulations(program, rank, sharded_stages(program, rank)):
-        if not begins:
-            reduced.pop(stage, None)
-            reduced[stage] = row
-            continue
-        before = next((reduced[other] for other in reversed(reduced) if other in meeting[stage]), -1)
-        own = reduced.get(stage, -1)
-        if before >= 0:
-            yield row, before
-        if own not in (before, -1):
-            yield row, own
+def gradient_waits(sums: GradientSums, meeting: list[int]) -> Array:
+    """[2, waits]: which first W of a sum has to wait for which REDUCE_SCATTER, as rows: the last of those whose places
+    meet its own (see `meeting_stages`), and the last of its own stage, whose sum it continues."""
+    found, reduced = [np.zeros((2, 0), int)], np.where(sums.begins, -1, sums.row)
+    for k, others in enumerate(meeting):
+        is_own, meets = sums.at == k, np.array([others >> place & 1 for place in range(len(meeting))], bool)
+        begins = sums.begins & is_own
+        own, last = (np.maximum.accumulate(np.where(of, reduced, -1))[begins] for of in (is_own, meets[sums.at]))
+        for waited, is_wait in ((last, last >= 0), (own, (own >= 0) & (own != last))):
+            found.append(np.array((sums.row[begins][is_wait], waited[is_wait])))
+    return np.concatenate(found, axis=1)
 
 
-def meeting_stages(program: Program, pool: Pool) -> dict[int, set[int]]:
-    """For each stage in a pool of gradients, the stages that share elements with it, itself included."""
-    stages, begins = [stage for stage, _ in pool.offsets], np.array([*pool.offsets.values()])
-    ends = begins + np.array([gradient_sizes(program, stage) for stage in stages]).reshape(begins.shape)
+def meeting_stages(program: Program, sums: GradientSums) -> list[int]:
+    """For each stage of a rank's sums, those that share elements with it in the pool of gradients, itself included, as
+    the bits of a number."""
+    begins = np.array([*_gradient_pool(program, sums).offsets.values()])
+    ends = begins + np.array([gradient_sizes(program, stage) for stage in sums.stages]).reshape(begins.shape)
     meet = (np.maximum(begins[:, None], begins) < np.minimum(ends[:, None], ends)).any(axis=-1)
-    return {
-        stage: {stage, *(stages[other] for other in np.flatnonzero(row))}
-        for stage, row in zip(stages, meet, strict=True)
-    }
-
-
-def accumulations(program: Program, rank: int, sharded: set[int]) -> Iterator[tuple[bool, int, int]]:
-    """For each sum of gradients of `sharded` stages in turn: the row of its first W, with True, and of the
-    REDUCE_SCATTER."""
-    columns, rows = program.columns, rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
-    rows = rows[np.isin(columns.stage[rows], list(sharded))]
-    by_stage = rows[np.argsort(columns.stage[rows], kind="stable")]
-    scatters, stage = _IS_SCATTER[columns.op[by_stage]], columns.stage[by_stage]
-    follows_scatter = np.ones(len(rows), bool)
-    follows_scatter[1:] = scatters[:-1] | (stage[1:] != stage[:-1])
-    found = np.sort(by_stage[scatters | follows_scatter])
-    parts = (~_IS_SCATTER[columns.op[found]], columns.stage[found], found)
-    return zip(*(part.tolist() for part in parts), strict=True)
+    return [sum(1 << int(other) for other in np.flatnonzero(row)) | 1 << k for k, row in enumerate(meet)]
 
 
 def sharded_stages(program: Program, rank: int) -> set[int]:
@@ -271,8 +275,7 @@ def sharded_stages(program: Program, rank: int) -> set[int]:
 
 def add_gradient_buffer_waits(program: Program) -> Program:
     """The waits of `gradient_waits`."""
-    found = [wait for rank in range(program.ranks) for wait in gradient_waits(program, rank)]
-    if not found:
-        return program
-    waiting, waited = np.array(found).T
+    sums = [gradient_sums(program, rank) for rank in range(program.ranks)]
+    found = [gradient_waits(each, meeting_stages(program, each)) for each in sums]
+    waiting, waited = np.concatenate(found, axis=1)
     return program.with_streams(program.columns.with_waits(waiting, *program.columns.keys(waited)))

@@ -14,7 +14,7 @@ from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import SENDS, Key, Op
 from pentad.schedules.ir.lookup import IS_REDUCTION
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.optimizer_pass import complete_weight_grads
+from pentad.schedules.passes.optimizer_pass import CompleteGrads, complete_weight_grads
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.simulate.events import collectives, events_of
 from pentad.schedules.verify.buffers import prove_buffers
@@ -119,18 +119,15 @@ def _prove_reduced(program: Program, replicas: int, readers: Array) -> None:
     reductions = columns.rows_of(IS_REDUCTION)
     every = bool((columns.microbatch[reductions] >= 0).any())
     complete = complete_weight_grads(program, every_microbatch=every)
-    by_stage = [(rank, stage, -1) for rank, stages in enumerate(program.placement) for stage in stages]
-    expected = list(complete) if every else by_stage
-    ranks, stages, numbers = (np.array(part) for part in zip(*expected, strict=True))
+    ranks, stages, numbers, last = complete if every else _of_every_stage(program, complete)
     reduced, scattered = (lookup.rows(ranks, CODE[op], stages, numbers) for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER))
     rows = np.where(reduced < 0, scattered, reduced)
-    last = np.array([complete.get(each, -1) for each in expected])
     waited, is_read = waits_for_compute(program, rows, last) | (last < 0), np.zeros(columns.rows + 1, bool)
     for reader in readers.tolist():
         is_read[lookup.wait_targets[columns.wait_offsets[reader] : columns.wait_offsets[reader + 1]]] = True
     shared = np.array([replicas > 1 or len(program.holders(stage)) > 1 for stage in range(program.stages)])[stages]
     for k in np.flatnonzero(np.where(shared, (rows < 0) | ~waited | ~is_read[rows], rows >= 0)).tolist():
-        rank, stage, number = expected[k]
+        rank, stage, number = int(ranks[k]), stages[k], numbers[k]
         if not shared[k]:
             text = f"{columns.key(rows[k])} reduces the gradients of stage {stage}, which no other rank holds"
             raise error_at(program, rows[k], text)
@@ -146,6 +143,15 @@ def _prove_reduced(program: Program, replicas: int, readers: Array) -> None:
         raise error_at(program, row, f"{columns.key(row)} reduces what other instructions reduce")
     if every:
         prove_gradient_buffers(program)
+
+
+def _of_every_stage(program: Program, complete: CompleteGrads) -> CompleteGrads:
+    """With row -1 for a stage without weight gradients."""
+    held = [(rank, stage) for rank, stages in enumerate(program.placement) for stage in stages]
+    ranks, stages = (np.array(part) for part in zip(*held, strict=True))
+    row = np.full((program.ranks, program.stages), -1)
+    row[complete.rank, complete.stage] = complete.row
+    return CompleteGrads(ranks, stages, np.full(len(ranks), -1), row[ranks, stages])
 
 
 def _prove_transfers(program: Program) -> None:

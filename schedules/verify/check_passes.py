@@ -13,7 +13,7 @@ from pentad.schedules.ir.instruction import COMPUTE, Key, Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
 from pentad.schedules.passes.zero import is_reader
-from pentad.schedules.passes.zero_buffers import accumulations, gradient_pool, meeting_stages
+from pentad.schedules.passes.zero_buffers import gradient_sums, gradient_waits, meeting_stages, places_of
 from pentad.schedules.simulate.events import ON_COMPUTE_LANE
 from pentad.schedules.verify.check_order import error_at, refuse
 
@@ -109,8 +109,9 @@ def _late_gather_faults(program: Program) -> Iterator[tuple[int, str]]:
     for k in np.flatnonzero((freed >= 0) & (latest[gathers] < columns.action[freed])).tolist():
         yield int(gathers[k]), f"{columns.key(gathers[k])} does not wait for {columns.key(freed[k])}"
     rows = columns.rows_of(_ON_PARAMETERS)
-    last = dict(zip((columns.rank[rows] * program.stages + columns.stage[rows]).tolist(), rows.tolist(), strict=True))
-    kept = np.sort(np.array([row for row in last.values() if columns.op[row] == _GATHER], int))
+    last = np.full(program.ranks * program.stages, -1)
+    last[columns.rank[rows] * program.stages + columns.stage[rows]] = rows
+    kept = np.sort(last[(last >= 0) & (columns.op[last] == _GATHER)])
     ranks, first = np.unique(columns.rank[kept], return_index=True)
     for rank, row in zip(ranks.tolist(), kept[first].tolist(), strict=True):
         if rank in columns.rank[frees]:
@@ -136,27 +137,19 @@ def prove_gradient_buffers(program: Program) -> None:
     """Proves, where gradients are reduced for every microbatch, that a stage takes its place in the pool of gradients
     only after the REDUCE_SCATTER of all that were there, and begins a microbatch only after that of its last one.
     Raises ScheduleError."""
-    columns, pairs = program.columns, list[tuple[int, int]]()  # the first W of a sum, what it has to wait for
+    columns, pairs = program.columns, []
     for rank in range(program.ranks):
-        pool = gradient_pool(program, rank)
-        meeting, accumulating = meeting_stages(program, pool), set[int]()
-        reduced = dict[int, int]()  # by stage the row, in order
-        for begins, stage, row in accumulations(program, rank, {stage for stage, _ in pool.offsets}):
-            if not begins:
-                accumulating.discard(stage)
-                reduced.pop(stage, None)
-                reduced[stage] = row
-                continue
-            for other in accumulating & meeting[stage]:
-                raise error_at(program, row, f"{columns.key(row)} takes the buffer of stage {other}")
-            before = next((reduced[other] for other in reversed(reduced) if other in meeting[stage]), -1)
-            pairs += ((row, each) for each in {before, reduced.get(stage, -1)} if each >= 0)
-            accumulating.add(stage)
-    if pairs:
-        waiting, waited = np.array(pairs).T
-        for k in unmet_waits(np.arange(columns.rows), program, waiting, waited).tolist():
-            text = f"{columns.key(waiting[k])} does not wait for {columns.key(waited[k])}"
-            raise error_at(program, waiting[k], text)
+        sums = gradient_sums(program, rank)
+        meeting = meeting_stages(program, sums)
+        taken = sums.beside & np.array(meeting, object)[sums.at]
+        for k in np.flatnonzero(sums.begins & (taken != 0)).tolist():
+            row, other = sums.row[k], min(sums.stages[place] for place in places_of(taken[k]))
+            raise error_at(program, row, f"{columns.key(row)} takes the buffer of stage {other}")
+        pairs.append(gradient_waits(sums, meeting))
+    waiting, waited = np.concatenate(pairs, axis=1)
+    for k in unmet_waits(np.arange(columns.rows), program, waiting, waited).tolist():
+        text = f"{columns.key(waiting[k])} does not wait for {columns.key(waited[k])}"
+        raise error_at(program, waiting[k], text)
 
 
 def _activation_faults(program: Program) -> Iterator[tuple[int, int, str]]:

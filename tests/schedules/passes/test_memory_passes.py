@@ -15,7 +15,7 @@ from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.zero_buffers import gradient_pool, gradient_waits
+from pentad.schedules.passes.zero_buffers import gradient_pool, gradient_sums, gradient_waits, meeting_stages
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import SAVED_CHANGE, peak_activations
 from pentad.schedules.simulate.simulate import simulate
@@ -118,7 +118,8 @@ def test_stages_that_finish_one_after_another_share_two_gradient_buffers():
         assert gradient_pool(program, 0).elements == (2,)
         costs = Costs(*((1.0,) * chunks,) * 3, reduce=(3.0,) * chunks)  # longer than the backward of a microbatch
         assert simulate(program, costs).makespan == 2 * 3 * chunks  # nothing waits
-        assert len(list(gradient_waits(program, 0))) == chunks - 2
+        sums = gradient_sums(program, 0)
+        assert gradient_waits(sums, meeting_stages(program, sums)).shape == (2, chunks - 2)
 
 
 @pytest.mark.sampled(12)

@@ -12,8 +12,9 @@ from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.zero_buffers import (
-    gradient_pool,
+    gradient_sums,
     meeting_stages,
+    places_of,
     sharded_stages,
     weight_pool,
     weight_sizes,
@@ -60,7 +61,11 @@ def test_gradients_that_accumulate_together_never_share_elements(name, ranks, un
     """Nor with those of the stage that was reduced just before, unless the sum waits for it."""
     program = compiled(name, ranks, units, sizes, 2)
     for rank, stream in enumerate(program.streams):
-        meeting, accumulating = meeting_stages(program, gradient_pool(program, rank)), set[int]()
+        sums, accumulating = gradient_sums(program, rank), set[int]()
+        meeting = {
+            stage: {sums.stages[place] for place in places_of(others)}
+            for stage, others in zip(sums.stages, meeting_stages(program, sums), strict=True)
+        }
         reduced = dict[int, Key]()
         for part in instructions_of(stream):
             if part.op is Op.REDUCE_SCATTER:
