@@ -35,8 +35,8 @@ def add_post_validation(program: Program) -> Program:
     """
     additions: list[Addition] = []
     columns = program.columns
-    rows = np.flatnonzero(columns.op == CODE[Op.ALL_GATHER]).tolist()
-    gathers = [(columns.key(row), *columns.position(row)) for row in rows]
+    is_gather = columns.op == CODE[Op.ALL_GATHER]
+    gathers = [(columns.key(row), *columns.position(row)) for row in np.flatnonzero(is_gather).tolist()]
     positions = _first_unrepeatable(program)
     for rank, end in enumerate(np.diff(columns.action_offsets).tolist()):
         position = positions[rank]
