@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -71,6 +72,22 @@ def test_a_run_that_no_change_makes_fit_is_told_the_least_it_needs() -> None:
     plan = make_plan(config, "cuda")
     advice = memory_advice(config, plan, fit_of(plan, device_memory("cuda", 0.1)))
     assert re.search(r"^no ZeRO stage, .* makes it fit: [0-9.]+ GiB is the least$", advice)
+
+
+def test_advice_for_a_large_program_takes_seconds_and_says_what_was_not_tried() -> None:
+    words = "model.layers=1500", "model.hidden=64", "model.ffn=128", "mesh.pp=64", "mesh.dp=2", "schedule.name=gpipe"
+    config = config_of(*words, "schedule.microbatches=8")
+    plan = make_plan(config, "cuda")
+    needed = fit_of(plan, device_memory("cuda", 1000)).needed
+    for share, sentence in (
+        (0.9, r"it fits with ([a-z_.]+=\S+ ?)+: [0-9.]+ [GM]iB, and a step takes .*"),
+        (0.1, r"it does not fit with zero\.stage=3 memory\.recompute=full .* either: [0-9.]+ [GM]iB is the least"),
+    ):
+        fit, begin = fit_of(plan, device_memory("cuda", share * needed / 2**30)), time.process_time()
+        advice = memory_advice(config, plan, fit)
+        assert time.process_time() - begin < 20
+        few = "1,500 layers x 8 microbatches are too many to try more than a few changes"
+        assert re.fullmatch(rf"{sentence}; {few}", advice), advice
 
 
 def test_host_memory_is_advised_where_nothing_else_suffices() -> None:
