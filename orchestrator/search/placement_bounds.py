@@ -150,8 +150,8 @@ def planned_counts(ranks: int, stages: int, microbatches: int, saved: int) -> Co
     backward[0, 0, 1] -= 1
     backward[0, :, 2] = [max(0, microbatches - count) for count in (2 * saved, saved)[:stages]]
     forwards = np.full((ranks, stages), min(saved * stages, microbatches))
-    every = (np.broadcast_to(each, (ranks, *each.shape)) for each in (adding, backward))
-    return Counts(*every, forwards, np.full(ranks, stages - 1))
+    adding, backward = (np.broadcast_to(each, (ranks, *each.shape)) for each in (adding, backward))
+    return Counts(adding, backward, forwards, np.full(ranks, stages - 1))
 
 
 class _Path(NamedTuple):
