@@ -16,6 +16,7 @@ from pentad.orchestrator.api.comparison import figures
 from pentad.orchestrator.api.configs import Config, load_config
 from pentad.orchestrator.api.rendering import as_text
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.config.plain_files import check_corpora
 from pentad.orchestrator.memory.advice import memory_advice
 from pentad.orchestrator.memory.capacity import Capacity, capacity_of, capacity_sentence
 from pentad.orchestrator.memory.choice import choose
@@ -305,6 +306,7 @@ def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:
     corpora, '' if they could be read."""
     sizes, found = (config.model.vocab, config.batch.sequence_length), list[int | None]()
     try:
+        check_corpora(each.path for each in config.data.spec.sources)
         check_data(config.data.spec, *sizes, config.batch.sizes, config.run.steps)
         for each in () if plan.eval is None else plan.eval.data_sets:
             counts = config.eval.sequences, count_eval_sequences(each, *sizes, config.data.cache)

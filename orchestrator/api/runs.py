@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.config.plain_files import plain_file
 from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
 from pentad.orchestrator.monitoring.runfolder import resolve_run, saved_config
@@ -76,7 +77,7 @@ class Run:
         """The instructions of each pipeline rank, of the last plan."""
         from pentad.schedules.ir.program import Program
 
-        return Program.load(self.folder / runfolder.PROGRAM)
+        return Program.load(plain_file(self.folder / runfolder.PROGRAM))
 
     @checks_types
     def timeline(self, *, evaluation: bool = False) -> Timeline:

@@ -21,6 +21,7 @@ from pentad.orchestrator.config.includes import Layers, leaves, merged, read_fil
 from pentad.orchestrator.config.loggers_section import LoggersSection, MetricsSection
 from pentad.orchestrator.config.lora_section import LoraSection
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
+from pentad.orchestrator.config.plain_files import check_user_file
 from pentad.orchestrator.config.recovery_sections import CheckpointSection, ElasticSection
 from pentad.orchestrator.config.training_sections import OptimizerSection, PrecisionSection, SpikesSection, ZeroSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
@@ -117,6 +118,7 @@ class RunConfig(sections.Section):
         spec = spec_of(name, self.mesh.pp, self.schedule.microbatches, options)
         entry = CATALOGUE.get(name)
         if entry is None:
+            check_user_file(name)
             return None
         return Layout(tuple(entry.placement(rank, spec) for rank in range(spec.ranks)), spec.slices)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from pentad.orchestrator.config.plain_files import MOST_JSON, plain_file
 from pentad.orchestrator.control.certificate import open_channel, require_certificate
 from pentad.orchestrator.control.control_messages import ENDPOINT, MAX_MESSAGE_BYTES, METHODS, plain
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, evaluation_state
@@ -154,7 +155,7 @@ def last_view(folder: Path) -> RunView:
         generation=max([row["generation"], *(event.get("generation", 0) for event in events)]),
         mesh=str(config.mesh.mesh),
         schedule=config.schedule.name,
-        program=Program.load(folder / PROGRAM).hash if (folder / PROGRAM).is_file() else "",
+        program=Program.load(plain_file(folder / PROGRAM)).hash if (folder / PROGRAM).is_file() else "",
         loss=row.get("loss"),
         tokens_per_second=row.get("tokens_per_second"),
         verdict=_failure(states),
@@ -173,7 +174,7 @@ def _endpoint(folder: Path) -> dict[str, Any] | None:
     loopback."""
     path = folder / ENDPOINT
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(plain_file(path, MOST_JSON).read_text(encoding="utf-8"))
         address = found["address"]
         if not (_ADDRESS.fullmatch(address) and _TOKEN.fullmatch(found["token"])):  # gRPC prints what it thinks of them
             raise ValueError

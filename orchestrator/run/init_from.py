@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.errors import shown
 from pentad.orchestrator.config.model_section import ModelSection
+from pentad.orchestrator.config.plain_files import plain_folder
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.orchestrator.monitoring.runfolder import Changes, changed_keys, find_checkpoint
 from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of, saved_config
@@ -87,7 +88,7 @@ def _adapter(config: RunConfig, lora: LoraSpec, home: Path) -> Path | None:
         return None
     from pentad.workers.hf.peft import read_adapter  # imports torch
 
-    folder = Path(config.lora.init_from).expanduser()
+    folder = plain_folder(Path(config.lora.init_from).expanduser())
     read_adapter(folder, adapter_request(config, home), lora)
     return folder
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from pentad.orchestrator.cluster.local_head import launch
 from pentad.orchestrator.cluster.ports import require_free
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.config.plain_files import check_corpora
 from pentad.orchestrator.loggers.loggers import check_loggers
 from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
@@ -60,6 +61,7 @@ def prepare(config: RunConfig) -> Plan:
     """The plan of a run, with its data opened, before anything is started or written, except for a built-in corpus and
     the tables of packed documents. Raises PentadError."""
     sizes, batch, steps = (config.model.vocab, config.batch.sequence_length), config.batch, config.run.steps
+    check_corpora(each.path for each in config.data.spec.sources)
     check_data(config.data.spec, *sizes, batch.sizes, steps)
     check_loggers(config.loggers.use)
     plan = first_plan(config)
