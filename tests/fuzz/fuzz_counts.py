@@ -39,7 +39,7 @@ def large_keys(folder: Path) -> Iterator[Reader]:
         name, *words = json.loads(content)
         command("plan", str(folder / name), *words, statuses=(0, 1, 2))
 
-    yield Reader((b"{}",), (chosen,), read)
+    yield Reader(tuple(json.dumps([file.name]).encode() for file in files), (chosen,), read)
 
 
 @contextmanager
@@ -52,4 +52,4 @@ def large_options(folder: Path) -> Iterator[Reader]:
     def read(content: bytes) -> None:
         command(*json.loads(content), statuses=(0, 1, 2))
 
-    yield Reader((b"{}",), (chosen,), read)
+    yield Reader((json.dumps(_SCHEDULE).encode(), json.dumps(_INIT).encode()), (chosen,), read)

@@ -198,9 +198,8 @@ def _places(places: list[Place], folder: Path) -> Iterator[Reader]:
 
         def read(content: bytes) -> None:
             _, kind, do, at = json.loads(content)
-            path = places[at].path
-            existed, kept = os.path.lexists(path), Path(aside, str(next(numbers)))
-            if existed:
+            path, kept = places[at].path, Path(aside, str(next(numbers)))
+            if existed := os.path.lexists(path):
                 path.rename(kept)
             KINDS[kind](path)
             try:
@@ -211,7 +210,7 @@ def _places(places: list[Place], folder: Path) -> Iterator[Reader]:
                 if existed:
                     kept.rename(path)
 
-        yield Reader((b"{}",), (chosen,), read)
+        yield Reader((chosen(b"", 0),), (chosen,), read)
 
 
 def _remove(path: Path) -> None:
