@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 
 from pentad.orchestrator.api.rendering import as_text
-from pentad.orchestrator.config.plain_files import plain_file
 from pentad.orchestrator.monitoring.comparison import (
     DrawnRun,
     comparison_page,
@@ -31,6 +30,7 @@ from pentad.orchestrator.monitoring.runfolder import (
 from pentad.orchestrator.monitoring.tables import line
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.page.saved_plan import SavedPlan, saved_plan
+from pentad.orchestrator.plain_files import plain_file
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.draw.trace import trace_bytes
 from pentad.schedules.ir.argument_types import checks_types

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from pentad.orchestrator.api.comparison import Comparison, compare
 from pentad.orchestrator.api.rendering import as_text
-from pentad.orchestrator.config.plain_files import plain_file
 from pentad.orchestrator.diagnosis.remedies import Remedy, better_schedule, left_of_parts, place_names, remedy_of
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RANK_TIMES, saved_config
 from pentad.orchestrator.monitoring.tables import fitted_table, line
+from pentad.orchestrator.plain_files import plain_file
 from pentad.orchestrator.planning.formatting import format_duration, format_percent
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.diagnosis.attribution import PARTS, Measured, RankStep, attribute, mean_parts

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.config.plain_files import plain_file
 from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
 from pentad.orchestrator.monitoring.runfolder import resolve_run, saved_config
+from pentad.orchestrator.plain_files import plain_file
 from pentad.orchestrator.planning.formatting import format_number
 from pentad.orchestrator.records.checkpoint_places import checkpoints_in
 from pentad.orchestrator.records.json_lines import read_lines

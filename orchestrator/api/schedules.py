@@ -12,9 +12,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from pentad.orchestrator.api.rendering import as_text
-from pentad.orchestrator.config.plain_files import check_user_file
 from pentad.orchestrator.monitoring.tables import line
 from pentad.orchestrator.monitoring.terminal_timeline import bars, coloured_grid, is_coloured
+from pentad.orchestrator.plain_files import check_user_file
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program, summary
 from pentad.schedules.draw.grid import time_cells, time_grid

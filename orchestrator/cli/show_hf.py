@@ -16,10 +16,10 @@ from pentad.orchestrator.api.exports import export_request
 from pentad.orchestrator.config.errors import ConfigError, sentences
 from pentad.orchestrator.config.includes import read_text
 from pentad.orchestrator.config.model_section import ModelSection
-from pentad.orchestrator.config.plain_files import plain_folder
 from pentad.orchestrator.config.sections import Section
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.orchestrator.monitoring.runfolder import find_checkpoint
+from pentad.orchestrator.plain_files import plain_folder
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec

@@ -21,10 +21,10 @@ from pentad.orchestrator.config.includes import Layers, leaves, merged, read_fil
 from pentad.orchestrator.config.loggers_section import LoggersSection, MetricsSection
 from pentad.orchestrator.config.lora_section import LoraSection
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
-from pentad.orchestrator.config.plain_files import check_user_file
 from pentad.orchestrator.config.recovery_sections import CheckpointSection, ElasticSection
 from pentad.orchestrator.config.training_sections import OptimizerSection, PrecisionSection, SpikesSection, ZeroSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
+from pentad.orchestrator.plain_files import check_user_file
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program

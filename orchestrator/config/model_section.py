@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from pentad.orchestrator.config.errors import Broken
-from pentad.orchestrator.config.plain_files import check_user_file
 from pentad.orchestrator.config.sections import MOST, Count, CountOrZero, Section
+from pentad.orchestrator.plain_files import check_user_file
 from pentad.schedules.spec.model import MAX_LAYERS, LayerType, ModelSpec
 from pentad.workers.hf.config import parse_section
 from pentad.workers.hf.config_families import FAMILIES, OPTIONAL

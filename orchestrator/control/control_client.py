@@ -13,12 +13,12 @@ from typing import Any
 
 import grpc
 
-from pentad.orchestrator.config.plain_files import MOST_JSON, plain_file
 from pentad.orchestrator.control.certificate import open_channel, require_certificate
 from pentad.orchestrator.control.control_messages import ENDPOINT, MAX_MESSAGE_BYTES, METHODS, plain
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, evaluation_state
 from pentad.orchestrator.monitoring.run_state import RunView
 from pentad.orchestrator.monitoring.runfolder import EVALUATIONS, JOURNAL, METRICS, PROGRAM, resolve_run, saved_config
+from pentad.orchestrator.plain_files import MOST_JSON, plain_file
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program

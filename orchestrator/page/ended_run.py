@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.config.plain_files import MOST_JSON, plain_file
 from pentad.orchestrator.control.control_client import last_view
 from pentad.orchestrator.monitoring.event_bus import ExpertLoads
 from pentad.orchestrator.monitoring.run_state import RankView, RunView
 from pentad.orchestrator.monitoring.runfolder import EXPERT_LOAD, JOURNAL, PAGE, PROGRAM, RANK_TIMES, TIMELINE
 from pentad.orchestrator.page.page_data import PageData
 from pentad.orchestrator.page.saved_plan import last_config, last_places, planned_again
+from pentad.orchestrator.plain_files import MOST_JSON, plain_file
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.diagnosis import rank_times
 from pentad.schedules.ir.errors import PentadError

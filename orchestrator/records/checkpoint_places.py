@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pentad.orchestrator.config.config import RunConfig, load
-from pentad.orchestrator.config.plain_files import MOST_JSON, plain_file
+from pentad.orchestrator.plain_files import MOST_JSON, plain_file
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import MANIFEST, unreadable
 from pentad.workers.checkpoint.location import Location, RemotePath, location

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pentad.orchestrator.config.plain_files import MOST_JSON, plain_file
+from pentad.orchestrator.plain_files import MOST_JSON, plain_file
 from pentad.orchestrator.records.json_lines import reported
 from pentad.orchestrator.records.run_files import replace_file
 from pentad.schedules.ir.errors import PentadError

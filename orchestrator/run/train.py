@@ -16,12 +16,12 @@ from rich.console import Console
 from pentad.orchestrator.cluster.local_head import launch
 from pentad.orchestrator.cluster.ports import require_free
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.config.plain_files import check_corpora
 from pentad.orchestrator.loggers.loggers import check_loggers
 from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
 from pentad.orchestrator.monitoring.runfolder import check_not_live, has_checkpoint, resumed_config
+from pentad.orchestrator.plain_files import check_corpora
 from pentad.orchestrator.planning.numerics import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan, with_inputs_of
 from pentad.orchestrator.records.checkpoint_places import check_store, checkpoints_of, path_of

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.config.plain_files import plain_file
+from pentad.orchestrator.plain_files import plain_file
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.fit import device_memory, fit_of, require_host
 from pentad.orchestrator.planning.formatting import format_percent

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from commands import Pentad
 
+from pentad.orchestrator import plain_files
 from pentad.orchestrator.cli import cli
-from pentad.orchestrator.config import plain_files
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.config.plain_files import MOST_BYTES, check_corpora, check_user_file, plain_file, plain_folder
+from pentad.orchestrator.plain_files import MOST_BYTES, check_corpora, check_user_file, plain_file, plain_folder
 from pentad.orchestrator.records import json_lines
 from pentad.orchestrator.records.json_lines import complete_lines, read_lines, trim
 from pentad.schedules.ir.errors import PentadError
