@@ -18,6 +18,7 @@ from pentad.orchestrator.control.control_messages import ENDPOINT, MAX_MESSAGE_B
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, evaluation_state
 from pentad.orchestrator.monitoring.run_state import RunView
 from pentad.orchestrator.monitoring.runfolder import EVALUATIONS, JOURNAL, METRICS, PROGRAM, resolve_run, saved_config
+from pentad.orchestrator.plain_files import MOST_JSON, plain_file
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -154,7 +155,7 @@ def last_view(folder: Path) -> RunView:
         generation=max([row["generation"], *(event.get("generation", 0) for event in events)]),
         mesh=str(config.mesh.mesh),
         schedule=config.schedule.name,
-        program=Program.load(folder / PROGRAM).hash if (folder / PROGRAM).is_file() else "",
+        program=Program.load(plain_file(folder / PROGRAM)).hash if (folder / PROGRAM).is_file() else "",
         loss=row.get("loss"),
         tokens_per_second=row.get("tokens_per_second"),
         verdict=_failure(states),
@@ -173,7 +174,7 @@ def _endpoint(folder: Path) -> dict[str, Any] | None:
     loopback."""
     path = folder / ENDPOINT
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(plain_file(path, MOST_JSON).read_text(encoding="utf-8"))
         address = found["address"]
         if not (_ADDRESS.fullmatch(address) and _TOKEN.fullmatch(found["token"])):  # gRPC prints what it thinks of them
             raise ValueError
