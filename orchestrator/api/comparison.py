@@ -30,7 +30,6 @@ from pentad.orchestrator.monitoring.runfolder import (
 from pentad.orchestrator.monitoring.tables import line
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.page.saved_plan import SavedPlan, saved_plan
-from pentad.orchestrator.plain_files import plain_file
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.draw.trace import trace_bytes
 from pentad.schedules.ir.argument_types import checks_types
@@ -117,7 +116,7 @@ def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) 
     """Compares the last run in `folder`, by its last measured step if none is given; or by the last round of an
     `evaluation` after this many steps. Raises PentadError if it has not measured that one."""
     measured = measured_timeline(folder, evaluation=evaluation)
-    program = Program.load(plain_file(folder / (EVAL_PROGRAM if evaluation else PROGRAM)))
+    program = Program.load(folder / (EVAL_PROGRAM if evaluation else PROGRAM))
     run = DrawnRun.of_config(saved_config(folder), program)
     _check_ranges(measured, run, folder / (EVAL_TIMELINE if evaluation else TIMELINE))
     costs = read_costs(program, measured)
@@ -155,4 +154,4 @@ def measured_timeline(folder: Path, *, evaluation: bool = False) -> Timeline:
     if not (folder / name).is_file():
         expected = f"a run that measured {what} (metrics.timeline_steps) and has ended"
         raise PentadError(f"RUN is '{folder}', which has no {name}: expected {expected}")
-    return Timeline.load(plain_file(folder / name))
+    return Timeline.load(folder / name)

@@ -16,7 +16,6 @@ from pentad.orchestrator.api.rendering import as_text
 from pentad.orchestrator.diagnosis.remedies import Remedy, better_schedule, left_of_parts, place_names, remedy_of
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RANK_TIMES, saved_config
 from pentad.orchestrator.monitoring.tables import fitted_table, line
-from pentad.orchestrator.plain_files import plain_file
 from pentad.orchestrator.planning.formatting import format_duration, format_percent
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.diagnosis.attribution import PARTS, Measured, RankStep, attribute, mean_parts
@@ -140,7 +139,7 @@ def explain(folder: Path, step: int | None = None) -> Explanation:
 def _measured(folder: Path, found: Comparison, row: dict[str, Any]) -> Measured:
     """Each rank began when it had ended the step before; after a pause, as the row says, when the run went on."""
     path, mesh = folder / RANK_TIMES, found.run.mesh
-    times = [each for each in load(plain_file(path)) if each.step == found.step] if path.is_file() else []
+    times = [each for each in load(path) if each.step == found.step] if path.is_file() else []
     began = dict[int, float]()
     seconds = row.get("step_seconds")
     if seconds is not None:

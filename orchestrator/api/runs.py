@@ -10,7 +10,6 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
 from pentad.orchestrator.monitoring.runfolder import resolve_run, saved_config
-from pentad.orchestrator.plain_files import plain_file
 from pentad.orchestrator.planning.formatting import format_number
 from pentad.orchestrator.records.checkpoint_places import checkpoints_in
 from pentad.orchestrator.records.json_lines import read_lines
@@ -77,7 +76,7 @@ class Run:
         """The instructions of each pipeline rank, of the last plan."""
         from pentad.schedules.ir.program import Program
 
-        return Program.load(plain_file(self.folder / runfolder.PROGRAM))
+        return Program.load(self.folder / runfolder.PROGRAM)
 
     @checks_types
     def timeline(self, *, evaluation: bool = False) -> Timeline:

@@ -14,7 +14,6 @@ from rich.text import Text
 from pentad.orchestrator.api.rendering import as_text
 from pentad.orchestrator.monitoring.tables import line
 from pentad.orchestrator.monitoring.terminal_timeline import bars, coloured_grid, is_coloured
-from pentad.orchestrator.plain_files import check_user_file
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import compile_program, summary
 from pentad.schedules.draw.grid import time_cells, time_grid
@@ -174,7 +173,6 @@ def schedule(
     if len(costs) != 3:
         found = ",".join(f"{each:g}" for each in costs)
         raise PentadError(f"--costs is '{found}': expected three numbers F,B,W such as 1,1,1")
-    check_user_file(name)
     options = ScheduleOptions(chunks, group, memory_limit, slices)
 
     def costs_of(placed: Program) -> Costs:

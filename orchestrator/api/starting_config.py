@@ -12,7 +12,7 @@ from pentad.orchestrator.api.commented_yaml import commented_yaml
 from pentad.orchestrator.api.model_sizes import MODEL_SIZES
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.errors import nearest
-from pentad.orchestrator.plain_files import plain_folder
+from pentad.orchestrator.plain_folders import plain_folder
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration
 from pentad.orchestrator.planning.hardware import rates_for

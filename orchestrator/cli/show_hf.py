@@ -19,7 +19,7 @@ from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.sections import Section
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.orchestrator.monitoring.runfolder import find_checkpoint
-from pentad.orchestrator.plain_files import plain_folder
+from pentad.orchestrator.plain_folders import plain_folder
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec

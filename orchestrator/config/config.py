@@ -24,7 +24,6 @@ from pentad.orchestrator.config.model_section import ModelSection, custom_model
 from pentad.orchestrator.config.recovery_sections import CheckpointSection, ElasticSection
 from pentad.orchestrator.config.training_sections import OptimizerSection, PrecisionSection, SpikesSection, ZeroSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
-from pentad.orchestrator.plain_files import check_user_file
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -117,7 +116,6 @@ class RunConfig(sections.Section):
             name, options = "zb-1p", ScheduleOptions(memory_limit=options.memory_limit)
         spec = spec_of(name, self.mesh.pp, self.schedule.microbatches, options)
         if (entry := CATALOGUE.get(name)) is None:
-            check_user_file(name)
             return None
         return Layout(tuple(entry.placement(rank, spec) for rank in range(spec.ranks)), spec.slices)
 

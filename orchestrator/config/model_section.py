@@ -9,7 +9,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from pentad.orchestrator.config.errors import Broken
 from pentad.orchestrator.config.sections import MOST, Count, CountOrZero, Section
-from pentad.orchestrator.plain_files import check_user_file
 from pentad.schedules.spec.model import MAX_LAYERS, LayerType, ModelSpec
 from pentad.workers.hf.config import parse_section
 from pentad.workers.hf.config_families import FAMILIES, OPTIONAL
@@ -178,7 +177,6 @@ def custom_model(section: ModelSection, length: int, dtype: str) -> ModelSpec:
     from pentad.workers.custom.inspect import inspect_model
 
     assert section.custom is not None
-    check_user_file(section.custom)
     sizes = {name: getattr(section, name) for name in CUSTOM_SIZES} | {"length": length}
     found = inspect_model(section.custom, sizes, getattr(torch, dtype))
     return ModelSpec(len(found.layers), section.hidden, 1, 1, 1, section.vocab, custom=found)

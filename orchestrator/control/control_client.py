@@ -18,9 +18,9 @@ from pentad.orchestrator.control.control_messages import ENDPOINT, MAX_MESSAGE_B
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, evaluation_state
 from pentad.orchestrator.monitoring.run_state import RunView
 from pentad.orchestrator.monitoring.runfolder import EVALUATIONS, JOURNAL, METRICS, PROGRAM, resolve_run, saved_config
-from pentad.orchestrator.plain_files import MOST_JSON, plain_file
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
 from pentad.schedules.ir.program import Program
 
 _ENDINGS = {"end": "finished", "stop": "stopped", "failure": "failed"}
@@ -155,7 +155,7 @@ def last_view(folder: Path) -> RunView:
         generation=max([row["generation"], *(event.get("generation", 0) for event in events)]),
         mesh=str(config.mesh.mesh),
         schedule=config.schedule.name,
-        program=Program.load(plain_file(folder / PROGRAM)).hash if (folder / PROGRAM).is_file() else "",
+        program=Program.load(folder / PROGRAM).hash if (folder / PROGRAM).is_file() else "",
         loss=row.get("loss"),
         tokens_per_second=row.get("tokens_per_second"),
         verdict=_failure(states),

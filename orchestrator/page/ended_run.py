@@ -17,10 +17,10 @@ from pentad.orchestrator.monitoring.run_state import RankView, RunView
 from pentad.orchestrator.monitoring.runfolder import EXPERT_LOAD, JOURNAL, PAGE, PROGRAM, RANK_TIMES, TIMELINE
 from pentad.orchestrator.page.page_data import PageData
 from pentad.orchestrator.page.saved_plan import last_config, last_places, planned_again
-from pentad.orchestrator.plain_files import MOST_JSON, plain_file
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.diagnosis import rank_times
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import Timeline, grouped
 from pentad.schedules.spec.model import ModelSpec
@@ -59,8 +59,8 @@ class EndedRun(PageData):
         plan = planned_again(config, placed, _stand_in(config, folder) if self.is_custom else None)
         view = view._replace(mesh=str(plan.mesh), ranks=_ranks(plan, placed, view.step))
         state = EndedState(view, EndedFolder(folder, plan), _expert_load(folder), {}, {})
-        spans = Timeline.load(plain_file(folder / TIMELINE)).spans if (folder / TIMELINE).is_file() else ()
-        times = rank_times.load(plain_file(folder / RANK_TIMES)) if (folder / RANK_TIMES).is_file() else ()
+        spans = Timeline.load(folder / TIMELINE).spans if (folder / TIMELINE).is_file() else ()
+        times = rank_times.load(folder / RANK_TIMES) if (folder / RANK_TIMES).is_file() else ()
         super().__init__(state, config.metrics.timeline_steps)
         self.steps.extend((step, tuple(its)) for step, its in sorted(grouped(spans, _STEP).items()))
         self.times.extend(tuple(its) for _, its in sorted(grouped(times, _STEP).items()))
@@ -83,7 +83,7 @@ class EndedRun(PageData):
 
 def _stand_in(config: RunConfig, folder: Path) -> ModelSpec:
     """As many layers as a custom model's stages need."""
-    layers = sum(config.schedule.layers_per_stage or ()) or Program.load(plain_file(folder / PROGRAM)).stages
+    layers = sum(config.schedule.layers_per_stage or ()) or Program.load(folder / PROGRAM).stages
     return ModelSpec(layers, config.model.hidden, 1, 1, 1, config.model.vocab)
 
 

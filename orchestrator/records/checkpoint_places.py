@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pentad.orchestrator.config.config import RunConfig, load
-from pentad.orchestrator.plain_files import MOST_JSON, plain_file
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
 from pentad.workers.checkpoint.checkpoint import MANIFEST, unreadable
 from pentad.workers.checkpoint.location import Location, RemotePath, location
 from pentad.workers.checkpoint.storage import read_bytes, storage_errors, storage_of

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.plain_files import plain_file
 from pentad.orchestrator.records.json_rows import checked_row
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import plain_file
 
 MOST_OF_LINE = 1 << 24  # bytes: a place event of 65,536 ranks has some 8 MB
 

@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pentad.orchestrator.plain_files import MOST_JSON, plain_file
 from pentad.orchestrator.records.json_lines import reported
 from pentad.orchestrator.records.run_files import replace_file
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
 from pentad.schedules.simulate.step_profile import ProfileEvent, RankProfile, unpack
 from pentad.schedules.simulate.timeline import Span, Timeline
 
@@ -100,7 +100,7 @@ def drop_profiles(run: Path, step: int) -> None:
 def load_profile(run: Path, step: int) -> SavedProfile:
     """Raises PentadError if it is damaged."""
     folder = folder_of(run, step)
-    timeline = Timeline.load(plain_file(folder / TIMELINE))
+    timeline = Timeline.load(folder / TIMELINE)
     ranks = {rank["rank"]: rank for rank in _facts(folder / FACTS)}
     return SavedProfile(
         step,

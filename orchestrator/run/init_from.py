@@ -14,7 +14,7 @@ from pentad.orchestrator.config.errors import shown
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.orchestrator.monitoring.runfolder import Changes, changed_keys, find_checkpoint
-from pentad.orchestrator.plain_files import plain_folder
+from pentad.orchestrator.plain_folders import plain_folder
 from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of, saved_config
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase, LoraSpec, lora_of

@@ -21,7 +21,7 @@ from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
 from pentad.orchestrator.monitoring.runfolder import check_not_live, has_checkpoint, resumed_config
-from pentad.orchestrator.plain_files import check_corpora
+from pentad.orchestrator.plain_folders import check_corpora
 from pentad.orchestrator.planning.numerics import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan, with_inputs_of
 from pentad.orchestrator.records.checkpoint_places import check_store, checkpoints_of, path_of

@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.plain_files import plain_file
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.fit import device_memory, fit_of, require_host
 from pentad.orchestrator.planning.formatting import format_percent
@@ -136,7 +135,7 @@ def with_replanned_order(
     events = [row for row in journal() if row["event"] == EVENT]
     if not events or events[-1]["pipeline"] != order_facts(config)["pipeline"]:
         return config
-    order, layers = Program.load(plain_file(file)), config.schedule.layers_per_stage
+    order, layers = Program.load(file), config.schedule.layers_per_stage
     if order.hash != events[-1]["order"]:
         expected = f"{events[-1]['order'][:12]}, as the run's journal has it: schedule.replan=false does without"
         raise PentadError(f"{file} has the order {order.hash[:12]}: expected {expected}")

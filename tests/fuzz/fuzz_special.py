@@ -28,7 +28,7 @@ from small_checkpoint import save_small
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.page.ended_run import EndedRun
-from pentad.orchestrator.plain_files import plain_folder
+from pentad.orchestrator.plain_folders import plain_folder
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.generators.torch_csv import torch_csv

@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 from commands import Pentad
 
-from pentad.orchestrator import plain_files
+from pentad.orchestrator import plain_folders
 from pentad.orchestrator.cli import cli
-from pentad.orchestrator.config.config import load
-from pentad.orchestrator.plain_files import MOST_BYTES, check_corpora, check_user_file, plain_file, plain_folder
+from pentad.orchestrator.plain_folders import check_corpora, plain_folder
 from pentad.orchestrator.records import json_lines
 from pentad.orchestrator.records.json_lines import complete_lines, read_lines, trim
+from pentad.schedules.catalogue import generate
+from pentad.schedules.diagnosis import rank_times
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import MOST_BYTES, plain_file
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,7 +30,13 @@ def sparse(path: Path, size: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("read", [plain_file, read_lines, trim, lambda path: [*complete_lines(path)]])
+READERS = [
+    *(plain_file, read_lines, trim, lambda path: [*complete_lines(path)]),
+    *(Program.load, Timeline.load, rank_times.load),
+]
+
+
+@pytest.mark.parametrize("read", READERS)
 def test_a_pipe_is_refused_at_once(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(PentadError, match=r"pipe is a pipe or device: expected a file"):
@@ -41,18 +51,16 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
     assert plain_file(tmp_path / "none") == tmp_path / "none"
 
 
-@pytest.mark.parametrize("text", ["{at}:function", "{at}"])
-def test_a_users_file_is_looked_at_before_it_is_read(tmp_path: Path, text: str) -> None:
-    path = tmp_path / ("own.py" if ":" in text else "order.csv")
+@pytest.mark.parametrize("file", ["own.py", "order.csv", "order.arrow"])
+def test_a_schedule_of_ones_own_is_looked_at_before_it_is_read(tmp_path: Path, file: str) -> None:
+    path = tmp_path / file
     os.mkfifo(path)
-    name = text.format(at=path)
-    for do in (lambda: check_user_file(name), lambda: load(None, [f"schedule.name={name}"])):
-        with pytest.raises(PentadError, match=f"{path} is a pipe or device"):
-            do()
+    with pytest.raises(PentadError, match=f"{path} is a pipe or device"):
+        generate(f"{path}:function" if path.suffix == ".py" else str(path), 2, 4)
 
 
 def test_a_folder_is_looked_at_before_its_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_files, "MOST_JSON", 99)
+    monkeypatch.setattr(plain_folders, "MOST_JSON", 99)
     sparse(tmp_path / "model.safetensors", 100)
     assert plain_folder(tmp_path) == tmp_path
     check_corpora(["builtin:pydoc", "s3://a/b", str(tmp_path), str(tmp_path / "none")])

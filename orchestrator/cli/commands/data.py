@@ -36,7 +36,7 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Turn text or conversations into token shards; continues a build that was interrupted."""
-    from pentad.orchestrator.plain_files import MOST_JSON, plain_file
+    from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
     from pentad.workers.data.corpus_index import plural
     from pentad.workers.preprocess.build import BuildRequest, build_corpus
 
@@ -100,7 +100,7 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Verify token shards and show what is in them."""
-    from pentad.orchestrator.plain_files import check_corpora
+    from pentad.orchestrator.plain_folders import check_corpora
     from pentad.workers.data.corpus_index import plural
     from pentad.workers.preprocess.inspect import inspect_corpus
 
