@@ -186,9 +186,7 @@ def test_a_run_does_not_start_where_the_memory_of_its_host_is_taken(monkeypatch:
     monkeypatch.setattr(host_fit, "free_bytes", lambda: needed)
     host_fit.require_free(chosen, plan)
     monkeypatch.setattr(host_fit, "free_bytes", lambda: needed - 1)
-    with pytest.raises(
-        PentadError, match=r"memory.offload_fraction is 0.5, .* which this machine has free$"
-    ):
+    with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* which this machine has free$"):
         host_fit.require_free(chosen, plan)
     host_fit.require_free(chosen, make_plan(chosen, "cpu"))  # is counted with the device's memory
     monkeypatch.setattr(planning, "local_device", lambda section, ranks: ("cuda", ""))
