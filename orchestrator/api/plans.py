@@ -15,6 +15,7 @@ from rich.text import Text
 from pentad.orchestrator.api.comparison import figures
 from pentad.orchestrator.api.configs import Config, load_config
 from pentad.orchestrator.api.rendering import as_text
+from pentad.orchestrator.checked_folders import check_corpora
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.advice import memory_advice
 from pentad.orchestrator.memory.capacity import Capacity, capacity_of, capacity_sentence
@@ -26,7 +27,6 @@ from pentad.orchestrator.memory.useless_savings import recompute_note, zero_note
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.runfolder import with_kept_division
 from pentad.orchestrator.monitoring.tables import fitted_table, line
-from pentad.orchestrator.plain_folders import check_corpora
 from pentad.orchestrator.planning.balance import DataBalance, data_balance, require_pools
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume, transports
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds

@@ -220,7 +220,7 @@ def first_plan(config: RunConfig) -> Plan:
     device, _ = local_device(config.cluster, config.mesh.size)
     plan = make_plan(config, device)
     require_shards(config, plan)
-    require_host(config, plan, starts=True)
+    require_host(config, plan)
     found = fit_of(plan, device_memory(device, gpu=plan.gpu))
     if not found.ok and (device == "cpu" or plan.gpu == gpu_name()):
         raise PentadError(f"run {config.run.name} {found.sentence}")

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
+from pentad.schedules.ir.regular_files import MOST_JSON, regular_file
 from pentad.workers.checkpoint.checkpoint import MANIFEST, unreadable
 from pentad.workers.checkpoint.location import Location, RemotePath, location
 from pentad.workers.checkpoint.storage import read_bytes, storage_errors, storage_of
@@ -37,7 +37,7 @@ def checkpoints_in(home: Location) -> Location:
         return checkpoints_of(saved_config(home))
     root = home / CHECKPOINTS
     for manifest in root.glob(f"*/{MANIFEST}") if isinstance(root, Path) else ():
-        plain_file(manifest, MOST_JSON)
+        regular_file(manifest, MOST_JSON)
     return root
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from pentad.orchestrator.records.json_rows import checked_row
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.plain_files import plain_file
+from pentad.schedules.ir.regular_files import regular_file
 
 MOST_OF_LINE = 1 << 27  # bytes: a place event of 65,536 ranks has some 8 MB
 
@@ -33,7 +33,7 @@ def complete_lines(path: Path) -> Iterator[bytes]:
     with reported(path, "read"):
         if not path.exists():
             return
-        with plain_file(path, None).open("rb") as file:
+        with regular_file(path, None).open("rb") as file:
             for number in itertools.count(1):
                 line = file.readline(MOST_OF_LINE)
                 if not line.endswith(b"\n"):
@@ -45,7 +45,7 @@ def lines_before(path: Path, step: int) -> bytes:
     """The lines of a file whose steps only grow, up to those of `step` and later. Raises PentadError for a line without
     a step."""
     with reported(path, "read"):
-        lines = plain_file(path, None).read_bytes().splitlines(keepends=True) if path.exists() else []
+        lines = regular_file(path, None).read_bytes().splitlines(keepends=True) if path.exists() else []
     while lines and _row(lines[-1], f"{path} line {len(lines)}", ["step"])["step"] >= step:
         lines.pop()
     return b"".join(lines)
@@ -81,7 +81,7 @@ def trim(path: Path) -> bytes:
     with reported(path):
         if not path.exists():
             return b""
-        with plain_file(path, None).open("rb+") as file:
+        with regular_file(path, None).open("rb+") as file:
             start = max(0, file.seek(0, os.SEEK_END) - 2 * MOST_OF_LINE)
             file.seek(start)
             text = file.read()

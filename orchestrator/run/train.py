@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pentad.orchestrator.checked_folders import check_corpora
 from pentad.orchestrator.cluster.local_head import launch
 from pentad.orchestrator.cluster.ports import require_free
 from pentad.orchestrator.config.config import RunConfig
@@ -21,7 +22,7 @@ from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
 from pentad.orchestrator.monitoring.runfolder import check_not_live, has_checkpoint, resumed_config
-from pentad.orchestrator.plain_folders import check_corpora
+from pentad.orchestrator.planning.fit import require_free_memory
 from pentad.orchestrator.planning.numerics import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan, with_inputs_of
 from pentad.orchestrator.records.checkpoint_places import check_store, checkpoints_of, path_of
@@ -64,10 +65,18 @@ def prepare(config: RunConfig) -> Plan:
     check_corpora(each.path for each in config.data.spec.sources)
     check_data(config.data.spec, *sizes, batch.sizes, steps)
     check_loggers(config.loggers.use)
-    plan = first_plan(config)
+    plan = _plan_to_train(config)
     data = described(plan.data, open_sources(plan.data, *sizes, verify=True))
     require_lasting(data, batch.sizes, steps)
     return with_eval_fingerprints(replace(plan, data=data))
+
+
+def _plan_to_train(config: RunConfig) -> Plan:
+    """Raises PentadError if this machine cannot train it now."""
+    plan = first_plan(config)
+    if config.cluster.address == "local":
+        require_free_memory(config, plan)
+    return plan
 
 
 def with_eval_fingerprints(plan: Plan, argument: str = "eval.data") -> Plan:
@@ -101,7 +110,7 @@ def train(
     metrics.jsonl; an exception of it ends the run like the first Ctrl-C, and is raised then, unless it is StopTraining.
     """
     display = display or Display(Console(quiet=True), config.run.name, config.run.steps)
-    plan = plan or first_plan(config)
+    plan = plan or _plan_to_train(config)
     check_not_live(config)
     if note := check_store(config):
         display.note(note)
@@ -110,7 +119,7 @@ def train(
     journal = partial(read_lines, folder / runfolder.JOURNAL, ["event"])
     changed = with_replanned_order(with_rebalanced_layers(config, journal), journal, folder / runfolder.ORDER)
     if changed is not config:
-        config, plan = changed, with_inputs_of(first_plan(changed), plan)
+        config, plan = changed, with_inputs_of(_plan_to_train(changed), plan)
     if done := _finished_steps(config, plan):
         asked = f"its run.steps = {config.run.steps}"
         more = f"{done} steps, more than {asked}: nothing is left to do"

@@ -11,8 +11,8 @@ from pathlib import Path
 from pentad.schedules.generators.custom import with_inferred_placement
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action, Instruction, Op, Overlap, instructions_of
-from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
 from pentad.schedules.ir.program import Program
+from pentad.schedules.ir.regular_files import MOST_JSON, regular_file
 
 _LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}
 _OPS = {letter: op for op, letter in _LETTERS.items()}
@@ -56,7 +56,7 @@ def _cell(action: Action) -> str:
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Row numbers, from 1, and cells."""
-    plain_file(path, MOST_JSON)
+    regular_file(path, MOST_JSON)
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -65,9 +65,9 @@ def check(program: Program, *, replicas: int = 1, zero: int = 0) -> None:
             prove_evaluation_end(program)
         else:
             _prove_end(program, replicas)
-            if reduces_every_microbatch(program):
+            if every := reduces_every_microbatch(program):
                 prove_microbatches_apart(program)
-            if zero > 1 or reduces_every_microbatch(program):
+            if every or zero > 1:
                 prove_gradient_buffers(program)
         prove_memory_passes(program)
         _prove_transfers(program)

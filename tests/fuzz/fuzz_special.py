@@ -25,10 +25,10 @@ from page_run import ended_run
 from peft_files import ATTENTION, write_adapter
 from small_checkpoint import save_small
 
+from pentad.orchestrator.checked_folders import checked_folder
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.page.ended_run import EndedRun
-from pentad.orchestrator.plain_folders import plain_folder
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.generators.torch_csv import torch_csv
@@ -178,7 +178,8 @@ def model_places(folder: Path) -> Iterator[Reader]:
     names = sorted({*(path.name for path in source.iterdir()), "model.safetensors.index.json"})
     places = [Place(source / name, (imported, init)) for name in names]
     places += [
-        Place(path, (lambda: read_adapter(plain_folder(adapter), request, lora),)) for path in sorted(adapter.iterdir())
+        Place(path, (lambda: read_adapter(checked_folder(adapter), request, lora),))
+        for path in sorted(adapter.iterdir())
     ]
     places += [Place(path, (convert(dcp),)) for path in sorted(dcp.iterdir())]
     with _places(places, folder) as reader:

@@ -10,12 +10,12 @@ import pytest
 
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning import fit as host_fit
-from pentad.orchestrator.planning import planning
 from pentad.orchestrator.planning.estimate import costs_of, memory, step_seconds
 from pentad.orchestrator.planning.fit import device_memory
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.planning.memory_tiers import Tier, cheapest
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.run import train
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.plan import Plan
@@ -184,14 +184,14 @@ def test_a_run_does_not_start_where_the_memory_of_its_host_is_taken(monkeypatch:
     plan = make_plan(chosen, "cuda")
     needed = 4 * max(host_fit.host_bytes(plan, rank) for rank in range(4))
     monkeypatch.setattr(host_fit, "free_bytes", lambda: needed)
-    host_fit.require_host(chosen, plan, starts=True)
+    host_fit.require_free_memory(chosen, plan)
     monkeypatch.setattr(host_fit, "free_bytes", lambda: needed - 1)
     with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* which this machine has free$"):
-        host_fit.require_host(chosen, plan, starts=True)
-    host_fit.require_host(chosen, make_plan(chosen, "cpu"), starts=True)  # is counted with the device's memory
-    monkeypatch.setattr(planning, "local_device", lambda section, ranks: ("cuda", ""))
+        host_fit.require_free_memory(chosen, plan)
+    host_fit.require_free_memory(chosen, make_plan(chosen, "cpu"))  # is counted with the device's memory
+    monkeypatch.setattr(train, "first_plan", lambda config: plan)
     with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* which this machine has free$"):
-        planning.first_plan(chosen)
+        train.train(chosen)
 
 
 def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

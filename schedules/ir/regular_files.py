@@ -12,9 +12,9 @@ MOST_BYTES = 1 << 30  # of a file that is read whole
 MOST_JSON = 1 << 28  # or parsed
 
 
-def plain_file(path: Path, most: int | None = MOST_BYTES) -> Path:
-    """The path. Raises PentadError for a pipe or a device, and for more than `most` bytes; what is wrong otherwise, who
-    reads the file will say."""
+def regular_file(path: Path, most: int | None = MOST_BYTES) -> Path:
+    """The path. Raises PentadError for a pipe or a device, and for more than `most` bytes; other faults are left to the
+    reader of the file."""
     try:
         status = path.stat()
     except (OSError, ValueError):

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from commands import Pentad
 
-from pentad.orchestrator import plain_folders
+from pentad.orchestrator import checked_folders
+from pentad.orchestrator.checked_folders import check_corpora, checked_folder
 from pentad.orchestrator.cli import cli
-from pentad.orchestrator.plain_folders import check_corpora, plain_folder
 from pentad.orchestrator.records import json_lines
 from pentad.orchestrator.records.json_lines import complete_lines, read_lines, trim
 from pentad.schedules.catalogue import generate
 from pentad.schedules.diagnosis import rank_times
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.plain_files import MOST_BYTES, plain_file
 from pentad.schedules.ir.program import Program
+from pentad.schedules.ir.regular_files import MOST_BYTES, regular_file
 from pentad.schedules.simulate.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(60)
@@ -31,7 +31,7 @@ def sparse(path: Path, size: int) -> Path:
 
 
 READERS = [
-    *(plain_file, read_lines, trim, lambda path: [*complete_lines(path)]),
+    *(regular_file, read_lines, trim, lambda path: [*complete_lines(path)]),
     *(Program.load, Timeline.load, rank_times.load),
 ]
 
@@ -46,9 +46,9 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path, read: Callable[[Path], object
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
     path = sparse(tmp_path / "program.arrow", MOST_BYTES + 1)
     with pytest.raises(PentadError, match=f"program\\.arrow has {MOST_BYTES + 1} bytes: expected at most {MOST_BYTES}"):
-        plain_file(path)
-    assert plain_file(path, None) == path
-    assert plain_file(tmp_path / "none") == tmp_path / "none"
+        regular_file(path)
+    assert regular_file(path, None) == path
+    assert regular_file(tmp_path / "none") == tmp_path / "none"
 
 
 @pytest.mark.parametrize("file", ["own.py", "order.csv", "order.arrow"])
@@ -60,10 +60,10 @@ def test_a_schedule_of_ones_own_is_looked_at_before_it_is_read(tmp_path: Path, f
 
 
 def test_a_folder_is_looked_at_before_its_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_folders, "MOST_JSON", 99)
+    monkeypatch.setattr(checked_folders, "MOST_JSON", 99)
     sparse(tmp_path / "model.safetensors", 100)
     (tmp_path / ".#README.md").symlink_to("user@host.1")  # of an editor
-    assert plain_folder(tmp_path) == tmp_path
+    assert checked_folder(tmp_path) == tmp_path
     check_corpora(["builtin:pydoc", "s3://a/b", str(tmp_path), str(tmp_path / "none")])
     sparse(tmp_path / "index.json", 100)
     with pytest.raises(PentadError, match=r"index\.json has 100 bytes: expected at most 99"):
@@ -71,7 +71,7 @@ def test_a_folder_is_looked_at_before_its_files_are_read(tmp_path: Path, monkeyp
     (tmp_path / "index.json").unlink()
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(PentadError, match=r"loop cannot be read \(Too many levels of .* links\): expected a file"):
-        plain_folder(tmp_path)
+        checked_folder(tmp_path)
 
 
 @pytest.mark.parametrize("read", [read_lines, trim])
