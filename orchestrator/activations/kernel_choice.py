@@ -77,8 +77,8 @@ def _impossible(plan: Plan) -> str:
         reasons |= {
             "with precision.deterministic = true, but cuDNN's backward adds in a fixed order on Hopper GPUs alone, with"
             " nvidia-cudnn-frontend installed": not adds_in_order,
-            f"with precision.deterministic = true and attention to {piece.length} tokens, for which cuDNN needs more than"
-            f" {CUDNN_WORKSPACE >> 30} GiB": adds_in_order and is_served and not has_room,
+            f"with precision.deterministic = true and attention to {piece.length} tokens, for which cuDNN needs more"
+            f" than {CUDNN_WORKSPACE >> 30} GiB": adds_in_order and is_served and not has_room,
             f"with precision.compute = {plan.dtype}, but cuDNN's attention has 16 bits": plan.dtype != "bfloat16",
             "with model.custom, whose attention is its own": model.custom is not None,
             "with data.document_mask = true, but cuDNN's attention has no documents": plan.data.document_mask,
