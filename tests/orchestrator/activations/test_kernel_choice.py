@@ -88,7 +88,6 @@ def test_kernels_that_ranks_do_not_have_are_refused(
     ("overrides", "sentence"),
     [
         (("precision.kernels=cuda",), "precision.kernels is 'cuda': expected one of auto, torch, triton or cudnn"),
-        (("precision.kernels=cudnn",), "precision.kernels is cudnn with precision.deterministic = true, but cuDNN's"),
         (("kernels=torch",), "kernels is unknown; did you mean precision.kernels?"),
     ],
 )
