@@ -286,26 +286,29 @@ def mtp_input(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     yield from lookup(model, piece)
 
 
-def cuts_of(plan: Plan) -> tuple[Cut, ...]:
-    """What OFFLOAD takes of one piece on each unit."""
-    return cuts(plan.model, plan.layers, plan.program.stage_of, piece_of(plan), plan.recompute, plan.offload)
+def cuts_of(plan: Plan, units: Sequence[int] | None = None) -> tuple[Cut, ...]:
+    """What OFFLOAD takes of one piece on each unit, or on each of these."""
+    given = plan.model, plan.layers, plan.program.stage_of, piece_of(plan), plan.recompute, plan.offload
+    return cuts(*given, units)
 
 
-def slots_of(plan: Plan) -> tuple[tuple[int, int], ...]:
-    """Bytes of one piece of each unit on the host, and of what stays of the tensor that is cut (see Plan).
+def slots_of(plan: Plan, units: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
+    """Bytes of one piece of each unit, or of each of these, on the host, and of what stays of the tensor that is cut
+    (see Plan).
 
     GPU kernels may pad statistics. Far less is known of a custom model, whose kernels may save other ones on a GPU than
     on a CPU, and of the rows of experts that exchange tokens. Where data-aware groups would cut another tensor, of
     which more stays, all of it does.
     """
-    found, is_custom = cuts_of(plan), plan.model.custom is not None and plan.device == "cuda"
-    is_cut = [0 < fraction < 1 for fraction in plan.offload or [1.0] * len(found)]
+    found, is_custom = cuts_of(plan, units), plan.model.custom is not None and plan.device == "cuda"
+    fractions = plan.offload or (1.0,) * len(plan.layers)
+    is_cut = [0 < fractions[unit] < 1 for unit in (range(len(found)) if units is None else units)]
     exchanges = plan.model.experts is not None and plan.mesh.ep > 1 and plan.device == "cpu"
     if plan.batch.capacity:
         cut_slots = (int(MARGIN * each.rest) + ALIGNMENT * partial for each, partial in zip(found, is_cut, strict=True))
         return tuple((int(MARGIN * each.bytes), rest) for each, rest in zip(found, cut_slots, strict=True))
     if is_custom or exchanges:
-        largest = [max(each.moved, default=0) for each in cuts_of(replace(plan, offload=()))]
+        largest = [max(each.moved, default=0) for each in cuts_of(replace(plan, offload=()), units)]
         inexact = zip(found, largest, is_cut, strict=True)
         return tuple((int(MARGIN * each.bytes), most * partial) for each, most, partial in inexact)
     padding = PADDING if plan.device == "cuda" else 0.0
@@ -328,12 +331,14 @@ def cuts(
     piece: Piece,
     modes: Sequence[str],
     fractions: Sequence[float],
+    units: Sequence[int] | None = None,
 ) -> tuple[Cut, ...]:
-    """`cuts_of` a plan with these units; without `fractions` of all their bytes. `modes` are those of recomputation."""
+    """`cuts_of` a plan with these layers; without `fractions` of all their bytes. `modes` are those of
+    recomputation."""
     found = []
-    for unit, held in enumerate(layers):
+    for unit in range(len(layers)) if units is None else units:
         is_sent = unit > 0 and stage_of[unit - 1] != stage_of[unit]
-        sizes = offloadable(model, held, piece, modes[unit] if modes else "none", is_sent=is_sent)
+        sizes = offloadable(model, layers[unit], piece, modes[unit] if modes else "none", is_sent=is_sent)
         found.append(cut(sizes, fractions[unit] if fractions else 1.0))
     return tuple(found)
 

@@ -6,7 +6,7 @@ instructions in sequence make that of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import chain
@@ -243,7 +243,12 @@ def activation_peak(plan: Plan, program: Program, rank: int) -> ActivationPeak:
     """The peak of a rank of the mesh in one of the plan's programs."""
     pp = plan.mesh.coordinates(rank).pp
     _, peaks = bytes_over_stream(plan, program, pp)
-    on_host, on_device = arena(program, pp, slots_of(plan)).bytes if _offloads(program, pp) else (0, 0)
+    on_host = on_device = 0
+    if _offloads(program, pp):
+        held, slots = program.placement[pp], [(0, 0)] * program.stages
+        for unit, each in zip(held, slots_of(plan, held), strict=True):
+            slots[unit] = each
+        on_host, on_device = arena(program, pp, slots).bytes
     return ActivationPeak(int(peaks.max(initial=0)) + on_device, on_host)
 
 
@@ -253,7 +258,8 @@ def bytes_over_stream(plan: Plan, program: Program, pp: int) -> tuple[Array, Arr
     columns, (first, end) = program.columns, program.columns.rank_offsets[pp : pp + 2]
     places, mask = np.stack([*_places(program, pp)]), _HAS_EFFECT[columns.op[first:end]]
     effects, taken = np.zeros((2, end - first), np.int64), np.zeros(end - first, np.int64)
-    cuts = cuts_of(plan) if _offloads(program, pp) else ()
+    held = program.placement[pp] if _offloads(program, pp) else ()
+    cuts = dict(zip(held, cuts_of(plan, held), strict=True))
     shape = len(OPS), program.stages, *[2] * (len(places) - 2)
     kinds, index = np.unique(np.ravel_multi_index(tuple(places[:, mask]), shape), return_inverse=True)
     stages = {stage: activations_of(plan, stage) for stage in program.placement[pp]}
@@ -262,7 +268,8 @@ def bytes_over_stream(plan: Plan, program: Program, pp: int) -> tuple[Array, Arr
     effects[:, mask] = np.array(found, np.int64).reshape(-1, 2).T[:, index]
     if cuts:  # frees what the OFFLOADs that an instruction waits for have copied
         waits = slice(*columns.wait_offsets[[first, end]])
-        row, sizes = columns.wait_row[waits] - first, np.array([each.taken for each in cuts])
+        row, sizes = columns.wait_row[waits] - first, np.zeros(program.stages, np.int64)
+        sizes[list(cuts)] = [each.taken for each in cuts.values()]
         frees = (columns.wait_op[waits] == CODE[Op.OFFLOAD]) & _FREES[columns.op[first:end][row]]
         np.add.at(taken, row[frees], sizes[columns.wait_stage[waits][frees]])
     order = run_order(program, pp, is_local=plan.is_local)
@@ -315,7 +322,7 @@ def _offloads(program: Program, pp: int) -> bool:
 
 
 def _effect(
-    plan: Plan, program: Program, stages: dict[int, StageActivations], cuts: Sequence[Cut], at: _Place
+    plan: Plan, program: Program, stages: dict[int, StageActivations], cuts: Mapping[int, Cut], at: _Place
 ) -> Effect:
     """A result stays until it is sent, or until the next stage reads it if that is on the same rank. A RECOMPUTE of a
     unit that saves all has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -25,6 +26,8 @@ from pentad.schedules.spec.plan import Plan
 
 # Overrides for what does not fit without them.
 ON_HOST = ("memory.offload_fraction=1.0",), ("memory.optimizer=host",)
+ALL_RECOMPUTED = {"recompute": "full", "recompute_layers": None, "recompute_stages": None, "recompute_fraction": 1.0}
+MOST_PLANNED = 8_000  # layers x microbatches, beyond which planning every change takes minutes
 
 
 class _Change(NamedTuple):
@@ -39,8 +42,13 @@ class _Change(NamedTuple):
 def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
     """A sentence with the change of ZeRO's stage, of recomputation or of the microbatches that costs least of those
     with which the run fits, by simulation at guessed costs, and with what it takes without the slots of peer copies, if
-    they are too much; where none of these suffices, with what else is kept in host memory; or that nothing does."""
+    they are too much; where none of these suffices, with what else is kept in host memory; or that nothing does. Of a
+    run that is too large for that only a few changes are tried, which the sentence says."""
     advice = _Advice(config, plan, fit.device, [(fit.needed, Words())])
+    layers, count = config.model.layers, shortened(config).schedule.microbatches
+    if layers * count > MOST_PLANNED:
+        why = f"{layers:,} layers x {count:,} microbatches are too many to try more than a few changes"
+        return f"{advice.of_most()}; {why}"
     if sentence := advice.nearest(changes(config)):
         return sentence
     kinds = (*ON_HOST, sum(ON_HOST, ())) if plan.device == "cuda" else ()
@@ -64,6 +72,28 @@ class _Advice:
         """A sentence with what is `found`, '' if there is nothing."""
         sentences = "; or ".join(_sentence(each, self.plan, self.room) for each in self.found([*changed]))
         return f"it fits {sentences}, at assumed rates" if sentences else ""
+
+    def of_most(self) -> str:
+        """A sentence with all of ZeRO and of recomputation, or with one of them if that suffices; else with all that
+        may be in host memory as well."""
+        zero = next(reversed(_more_zero(self.config)), ())
+        section = self.config.memory
+        again = {key: value for key, value in ALL_RECOMPUTED.items() if getattr(section, key) != value}
+        recompute = tuple(
+            f"memory.{key}={value if key == 'recompute' else json.dumps(value)}" for key, value in again.items()
+        )
+        most = [(*zero, *recompute), *[(*zero, *recompute, *sum(ON_HOST, ()))] * (self.plan.device == "cuda")]
+        if (first := next(filter(None, map(self._allowed, most)), None)) is None:
+            least, _ = min(self.tried)
+            return f"it does not fit with {_shown(most[-1])} either: {format_bytes(least)} is the least"
+        fewer = map(self._allowed, (zero, recompute)) if first.words == most[0] else ()
+        best = min([first, *filter(None, fewer)], key=lambda each: (each.seconds, len(each.words)))
+        return f"it fits {_sentence(best, self.plan, self.room)}, at assumed rates"
+
+    def _allowed(self, words: Words) -> _Change | None:
+        with suppress(PentadError):
+            return self._change(words)
+        return None
 
     def found(self, changed: Sequence[Words]) -> list[_Change]:
         """The cheapest of these changes with which the run fits; and, where its slots of peer copies are too much, with

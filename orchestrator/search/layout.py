@@ -37,7 +37,6 @@ from pentad.orchestrator.search.offload_bounds import Copies
 from pentad.orchestrator.search.space import Order, Placement, Setting, placement_of
 from pentad.orchestrator.search.units import Units
 from pentad.schedules.catalogue import CATALOGUE, generate
-from pentad.schedules.ir.columns import Array
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.units import split_into_units
@@ -82,7 +81,7 @@ class Work:
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
         self.copies_of = cache(self._copies_of)
         self.state: dict[tuple[Mesh, int, Placement, int, bool], int] = {}  # least bytes of it, by ZeRO's stage
-        self.counts_before_last: dict[tuple[Order, int, int, int], list[Array]] = {}  # placement_bounds.py
+        self.counts: dict[tuple[Order, int, int, int], Any] = {}  # placement_bounds.py
         self._counts: dict[tuple[Placement, int, int, int | None, bool], tuple[int, ...]] = {}
         self._units = cache(lambda placement, counts: Units(placement, self.stages(placement), counts, self.kind))
         self._layouts: dict[tuple[object, ...], Layout] = {}

@@ -61,67 +61,97 @@ def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
 def order_bound(layout: Layout, order: Order, microbatches: int) -> float:
     """For the order of a schedule, with any stage of ZeRO. A rank that saves at most k pieces takes at least a k-th of
     the time that all of them are saved for, one after another (Little's law)."""
-    path, limit, most = _Path.of(layout, is_split=splits_backward(order)), CATALOGUE[order.name].most_saved, 0.0
-    plain, sharded, reduced, scattered = layout.plain, layout.sharded, 0.0, 0.0
-    for held, counts in zip(layout.placement, counts_before_last(layout, order, microbatches), strict=True):
-        begin = path.arrival[min(held)]
-        parts = [(path.forward[each], path.gradient[each], path.whole[each] - path.gradient[each]) for each in held]
-        starts = begin + (counts * np.array(parts)).sum(axis=(1, 2))  # of the last that adds to a stage's gradients
-        if limit is not None:
-            saved = sum(path.forward[stage] + path.turn[stage] + path.gradient[stage] for stage in held)
-            among = len(held) * limit(spec_of(order.name, len(layout.placement), microbatches, order.options))
-            # before the first input of its last stage a rank runs forwards of its first one, as many as it may save
-            starts += max(0.0, path.arrival[max(held)] - begin - among * path.forward[min(held)])
-            starts[0] = max(starts[0], begin + microbatches * saved / among)
-        reducing = scattering = 0.0
-        for start, stage in sorted(zip(starts.tolist(), held, strict=True), reverse=True):
-            most = max(most, start + path.whole[stage] - path.gradient[stage])
-            units = layout.units.of_stages[stage]
-            reducing += sum(plain.reduce[unit] for unit in units)
-            scattering += sum(layout.last_scatters[unit] for unit in units)
-            reduced, scattered = max(reduced, start + reducing), max(scattered, start + scattering)
-    if not layout.is_shared:
-        seconds = most + update_seconds(layout.work, plain)
+    path, limit = _Path.of(layout, is_split=splits_backward(order)), CATALOGUE[order.name].most_saved
+    counts, held = counts_of(layout, order, microbatches), np.array(layout.placement)
+    forward, gradient, whole, arrival, turn, left = (np.array(each)[held] for each in path[:6])
+    parts, begin = np.stack((forward, gradient, whole - gradient), axis=-1), arrival.min(axis=1)
+    if limit is None:
+        before = (counts.forwards * forward).sum(axis=1)
     else:
-        with_zero = layout.first_wait + max(most, scattered) + update_seconds(layout.work, sharded)
-        without = inf if layout.piece.zero_shards else max(most, reduced) + update_seconds(layout.work, plain)
-        seconds = min(with_zero, without)
+        among = held.shape[1] * limit(spec_of(order.name, len(held), microbatches, order.options))
+        before = among * forward.max(axis=1)
+        begin = begin + np.maximum(0.0, arrival.max(axis=1) - begin - among * forward[:, 0])
+    first = np.take_along_axis(arrival + forward + turn, counts.first[:, None], axis=1)[:, 0]  # backward
+    begin = np.maximum(begin, first - before)  # of its work, if the rank did not wait from then on
+    starts = begin[:, None] + (counts.adding * parts[:, None]).sum(axis=(2, 3))
+    ends = begin[:, None] + (counts.backward * parts[:, None]).sum(axis=(2, 3)) + gradient + left + path.last
+    if limit is not None:
+        saved = (forward + turn + gradient).sum(axis=1)
+        starts[:, 0] = np.maximum(starts[:, 0], arrival[:, 0] + microbatches * saved / among)
+    most = max(float(ends.max()), float((starts + whole - gradient).max()))
+    if not layout.is_shared:
+        seconds = most + update_seconds(layout.work, layout.plain)
+    else:
+        reduced, scattered = (
+            _last_end(starts, np.array([sum(each[of.start : of.stop]) for of in layout.units.of_stages])[held])
+            for each in (layout.plain.reduce, layout.last_scatters)
+        )
+        with_zero = layout.first_wait + max(most, scattered) + update_seconds(layout.work, layout.sharded)
+        without = max(most, reduced) + update_seconds(layout.work, layout.plain)
+        seconds = with_zero if layout.piece.zero_shards else min(with_zero, without)
     return max(placement_bound(layout, order, microbatches), seconds)
 
 
-def counts_before_last(layout: Layout, order: Order, microbatches: int) -> list[Array]:
-    """By rank: [stage, stage, 3] how many forwards, backwards and weight gradients of each of its stages (the second
-    index) it runs before the last action that adds to the gradients of each (the first one)."""
-    known, entry, slices = layout.work.counts_before_last, CATALOGUE[order.name], layout.piece.slices
+def _last_end(starts: Array, seconds: Array) -> float:
+    """Of reductions, [ranks, stages], that a lane of each rank runs one after another."""
+    order = np.argsort(-starts, axis=1)
+    after = np.cumsum(np.take_along_axis(seconds, order, axis=1), axis=1)
+    return float((np.take_along_axis(starts, order, axis=1) + after).max())
+
+
+class Counts(NamedTuple):
+    """How many forwards, backwards and weight gradients of each of its stages a rank runs, at least, before the last
+    action that adds to the gradients of one (`adding`) and before the last backward of one: [ranks, stages, stages, 3],
+    that one first. `forwards` of each stage, at most, before the first backward, of its stage number `first`."""
+
+    adding: Array
+    backward: Array
+    forwards: Array
+    first: Array
+
+
+def counts_of(layout: Layout, order: Order, microbatches: int) -> Counts:
+    known, entry, slices = layout.work.counts, CATALOGUE[order.name], layout.piece.slices
     if (key := (order, len(layout.placement), microbatches, slices)) not in known:
         if entry.most_saved is None:
             known[key] = counts_in(layout.work.order(*key))
         else:
             saved = int(entry.most_saved(spec_of(order.name, key[1], microbatches, order.options)))
-            known[key] = [least_counts(len(held), microbatches, saved) for held in layout.placement]
+            known[key] = planned_counts(*np.shape(layout.placement), microbatches, saved)
     return known[key]
 
 
-def counts_in(program: Program) -> list[Array]:
-    """`counts_before_last` of an order."""
-    columns, found = program.columns, list[Array]()
+def counts_in(program: Program) -> Counts:
+    """Those of an order."""
+    columns, found = program.columns, list[tuple[Array, Array, Array, int]]()
     for held, span in zip(program.placement, pairwise(columns.rank_offsets.tolist()), strict=True):
         op, stage, action = (each[slice(*span)] for each in (columns.op, columns.stage, columns.action))
-        lasts = [action[np.flatnonzero((stage == each) & _PARTS[-1][op])[-1]] for each in held]
-        rows = [[(stage == each) & part[op] for part in _PARTS] for each in held]
-        ends = np.searchsorted(action, lasts)
-        found.append(np.array([[[part[:end].sum() for part in of_stage] for of_stage in rows] for end in ends]))
-    return found
+        rows = np.array([[(stage == each) & part[op] for part in _PARTS] for each in held])  # [stages, 3, rows]
+        before = np.concatenate((np.zeros((len(held), 3, 1), int), rows.cumsum(axis=2)), axis=2)
+        begin = np.searchsorted(action, action)  # of the action of each row
+        last = len(op) - 1 - np.argmax(rows[:, :, ::-1], axis=2)
+        adding, backward = (np.moveaxis(before[:, :, begin[last[:, part]]], 2, 0) for part in (2, 1))
+        first = np.argmax(rows[:, 1].any(axis=0))
+        at = int(np.argmax(rows[:, 1, first]))
+        found.append((adding, backward, before[:, 0, begin[first]], at))
+    return Counts(*map(np.array, zip(*found, strict=True)))
 
 
-def least_counts(stages: int, microbatches: int, saved: int) -> Array:
-    """`counts_before_last`, at least, on a rank with one or two stages that saves at most so many microbatches of both.
+def planned_counts(ranks: int, stages: int, microbatches: int, saved: int) -> Counts:
+    """Of a schedule that plans with costs, whose ranks save at most so many microbatches of their one or two stages.
     Weight gradients follow the order of backwards, so the last one of the first stage comes last of all. Before that of
-    the second stage all forwards have run, and all that adds to the first stage's gradients but what is still saved."""
-    counts = np.full((stages, stages, len(_PARTS)), microbatches)
-    counts[range(stages), range(stages), -1] -= 1
-    counts[1:, 0, 1:] = max(0, microbatches - stages * saved + 1)
-    return counts
+    the second stage all forwards have run, and all that adds to the first stage's gradients but what is still saved. So
+    has all that adds to gradients before the last backward: two stages save until then, one half of it."""
+    adding = np.full((stages, stages, len(_PARTS)), microbatches)
+    adding[range(stages), range(stages), -1] -= 1
+    adding[1:, 0, 1:] = max(0, microbatches - stages * saved + 1)
+    backward = np.zeros_like(adding)
+    backward[0] = microbatches
+    backward[0, 0, 1] -= 1
+    backward[0, :, 2] = [max(0, microbatches - count) for count in (2 * saved, saved)[:stages]]
+    forwards = np.full((ranks, stages), min(saved * stages, microbatches))
+    adding, backward = (np.broadcast_to(each, (ranks, *each.shape)) for each in (adding, backward))
+    return Counts(adding, backward, forwards, np.full(ranks, stages - 1))
 
 
 class _Path(NamedTuple):

@@ -2,7 +2,7 @@
 
 apt-get download anarchism dict-gcide linux-doc-6.1 python3.11-doc perl-doc linux-source-6.1
 for package in *.deb; do dpkg-deb -x "$package" debian; done
-python tests/bench/real_texts.py debian texts --only essays dictionary code manuals kernel --megabytes 10
+python tests/bench/real_texts.py debian texts --only essays dictionary code manuals kernel --megabytes 250
 pentad data build 'texts/*.jsonl' corpus
 PYTHONPATH=.typings:tests/support python tests/bench/fp8_loss.py corpus --json FILE --svg FILE
 

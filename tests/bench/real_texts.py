@@ -83,10 +83,10 @@ def manuals(debian: Path) -> Iterator[str]:
 
 
 def kernel(debian: Path) -> Iterator[str]:
-    """One in eight of the C files, which are enough; headers of registers are tables of numbers."""
+    """The C files; headers of registers are tables of numbers."""
     with tarfile.open(debian / KERNEL, "r|xz") as archive:
         for member in archive:
-            if member.name.endswith(".c") and hashlib.sha256(member.name.encode()).digest()[0] % 8 == 0:
+            if member.isfile() and member.name.endswith(".c"):
                 content = archive.extractfile(member)
                 assert content is not None
                 yield content.read().decode("utf-8", errors="replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -71,6 +72,32 @@ def test_a_run_that_no_change_makes_fit_is_told_the_least_it_needs() -> None:
     plan = make_plan(config, "cuda")
     advice = memory_advice(config, plan, fit_of(plan, device_memory("cuda", 0.1)))
     assert re.search(r"^no ZeRO stage, .* makes it fit: [0-9.]+ GiB is the least$", advice)
+
+
+GPIPE = "mesh.dp=2", "schedule.name=gpipe", "schedule.microbatches=8"
+LARGE = "mesh.pp=64", "model.layers=1500", "model.hidden=64", "model.ffn=128"
+
+
+@pytest.mark.parametrize("words", [("mesh.pp=2",), pytest.param(LARGE, marks=pytest.mark.slow)])
+def test_advice_for_a_large_program_takes_seconds_and_says_that_it_tried_little(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if words != LARGE:
+        monkeypatch.setattr(advices, "MOST_PLANNED", 8)
+    config = config_of(*GPIPE, *words)
+    plan, layers = make_plan(config, "cuda"), f"{config.model.layers:,}"
+    needed = fit_of(plan, device_memory("cuda", 1000)).needed
+    for share, sentence in (
+        (0.9, r"it fits with ([a-z_.]+=\S+ ?)+: [0-9.]+ [GM]iB, and a step takes .*"),
+        (0.1, r"it does not fit with zero\.stage=3 memory\.recompute=full .* either: [0-9.]+ [GM]iB is the least"),
+    ):
+        fit, begin = fit_of(plan, device_memory("cuda", share * needed / 2**30)), time.process_time()
+        advice = memory_advice(config, plan, fit)
+        assert time.process_time() - begin < 20
+        few = f"{layers} layers x 8 microbatches are too many to try more than a few changes"
+        assert re.fullmatch(rf"{sentence}; {few}", advice), advice
+        if (advised := re.search("^it fits with ([^:]*):", advice)) is not None:
+            assert fit_of(make_plan(load(config, advised[1].split()), "cuda"), fit.device).ok
 
 
 def test_host_memory_is_advised_where_nothing_else_suffices() -> None:

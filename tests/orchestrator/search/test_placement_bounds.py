@@ -10,7 +10,7 @@ import pytest
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.search.layout import Work
-from pentad.orchestrator.search.placement_bounds import counts_in, least_counts, order_bound
+from pentad.orchestrator.search.placement_bounds import counts_in, order_bound, planned_counts
 from pentad.orchestrator.search.result import plan_setting
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
@@ -47,11 +47,15 @@ def test_no_rank_saves_more_than_the_schedule_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_before_its_last_gradients_a_rank_runs_no_less_than_is_said(name: str) -> None:
+def test_a_rank_runs_no_less_before_its_last_actions_than_is_said_and_no_more_before_its_first_backward(
+    name: str,
+) -> None:
     for seed in range(8):
         program, most = planned_order(name, seed)
-        for held, counts in zip(program.placement, counts_in(program), strict=True):
-            assert (counts >= least_counts(len(held), program.microbatches, int(most))).all()
+        known = planned_counts(program.ranks, program.chunks, program.microbatches, int(most))
+        counts = counts_in(program)
+        assert (counts.adding >= known.adding).all() and (counts.backward >= known.backward).all()
+        assert (counts.forwards.sum(axis=1) <= program.chunks * most).all() and (counts.first == known.first).all()
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -69,5 +73,8 @@ def test_no_step_is_shorter_than_its_bound_before_the_order_is_made(name: str) -
 def test_what_comes_before_the_last_gradients_is_counted_by_stage() -> None:
     order = generate("looped-bfs", 2, 2)
     assert " ".join(map(str, order.streams[0])) == "0F0 0F1 2F0 2F1 2BW0 2BW1 0BW0 0BW1"
-    of_stage_0, of_stage_2 = counts_in(order)[0].tolist()
+    counts = counts_in(order)
+    of_stage_0, of_stage_2 = counts.adding[0].tolist()
     assert of_stage_0 == [[2, 1, 1], [2, 2, 2]] and of_stage_2 == [[2, 0, 0], [2, 1, 1]]
+    assert (counts.backward == counts.adding).all(), "both at once"
+    assert counts.forwards[0].tolist() == [2, 2] and counts.first[0] == 1
