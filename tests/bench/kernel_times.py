@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pentad.kernels import cross_entropy, glu, rms_norm, wgrad_gemm
 from pentad.kernels.attention import attention, rope, rope_tables
+from pentad.kernels.backend import use_kernels, usual_kernels
 from pentad.kernels.optimizer import adamw
 from pentad.kernels.optimizer.param_remainders import SplitFloat32
 
@@ -341,6 +342,7 @@ def peak_rate(gemm: bool) -> float:
 def measure(name: str) -> dict[str, Any]:
     """One row of the table."""
     torch.manual_seed(0)
+    use_kernels(usual_kernels(torch.device("cuda")))
     case = CASES[name]()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
     case_error = case.error()
