@@ -26,6 +26,7 @@ from pentad.orchestrator.memory.useless_savings import recompute_note, zero_note
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.runfolder import with_kept_division
 from pentad.orchestrator.monitoring.tables import fitted_table, line
+from pentad.orchestrator.plain_folders import check_corpora
 from pentad.orchestrator.planning.balance import DataBalance, data_balance, require_pools
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume, transports
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
@@ -305,6 +306,7 @@ def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:
     corpora, '' if they could be read."""
     sizes, found = (config.model.vocab, config.batch.sequence_length), list[int | None]()
     try:
+        check_corpora(each.path for each in config.data.spec.sources)
         check_data(config.data.spec, *sizes, config.batch.sizes, config.run.steps)
         for each in () if plan.eval is None else plan.eval.data_sets:
             counts = config.eval.sequences, count_eval_sequences(each, *sizes, config.data.cache)

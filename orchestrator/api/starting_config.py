@@ -12,6 +12,7 @@ from pentad.orchestrator.api.commented_yaml import commented_yaml
 from pentad.orchestrator.api.model_sizes import MODEL_SIZES
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.errors import nearest
+from pentad.orchestrator.plain_folders import plain_folder
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration
 from pentad.orchestrator.planning.hardware import rates_for
@@ -92,7 +93,7 @@ def _model(model: str) -> tuple[dict[str, Any], int]:
     from pentad.workers.hf.config import make_section, parse_config
     from pentad.workers.hf.folder import read_config
 
-    raw = read_config(Path(model))
+    raw = read_config(plain_folder(Path(model)))
     longest = raw.get("max_position_embeddings")
     return make_section(*parse_config(raw)), longest if isinstance(longest, int) and longest > 0 else LENGTH
 

@@ -14,10 +14,12 @@ from pydantic import ValidationError
 
 from pentad.orchestrator.api.exports import export_request
 from pentad.orchestrator.config.errors import ConfigError, sentences
+from pentad.orchestrator.config.includes import read_text
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.sections import Section
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.orchestrator.monitoring.runfolder import find_checkpoint
+from pentad.orchestrator.plain_folders import plain_folder
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec
@@ -56,7 +58,7 @@ class _ModelFile(Section):
 
 def show_import(source: Path, out: Path, *, optimizer: bool, as_json: bool) -> None:
     """Imports the files in `source` and prints a summary."""
-    done = import_folder(source, Target(out, dump_yaml, _progress("read")), optimizer=optimizer)
+    done = import_folder(plain_folder(source), Target(out, dump_yaml, _progress("read")), optimizer=optimizer)
     _print_imported(done, out, as_json=as_json)
 
 
@@ -71,7 +73,7 @@ def show_convert(source: str, output: Output, model: Path | None, *, as_json: bo
 
     Anything else than pentad's own checkpoints becomes one first; unless that is the result, in a temporary folder.
     """
-    folder, given = Path(source), output.optimizer
+    folder, given = plain_folder(Path(source)), output.optimizer
     _check(output)
     is_dcp = folder.is_dir() and reader.is_dcp(folder)
     if model is not None and not is_dcp:
@@ -147,7 +149,7 @@ def _described(path: Path, source: Path) -> tuple[str, ModelSpec, dict[str, byte
     """(family, model, files that go along), from a config.json, its folder, or a YAML file."""
     path = path.parent if path.name == HF_CONFIG else path
     if path.is_dir() and (path / HF_CONFIG).is_file():
-        return *parse_config(read_config(path)), read_files(path)
+        return *parse_config(read_config(plain_folder(path))), read_files(path)
     if path == source:
         raise PentadError(
             f"SOURCE is '{source}', which has no {HF_CONFIG}: expected --model, which says what model it is"
@@ -155,7 +157,7 @@ def _described(path: Path, source: Path) -> tuple[str, ModelSpec, dict[str, byte
     if not path.is_file():
         expected = f"a folder with {HF_CONFIG}, or a YAML file with a model section"
         raise PentadError(f"--model is '{path}': expected {expected}")
-    raw = load_yaml(path.read_text(encoding="utf-8"), str(path))
+    raw = load_yaml(read_text(path, "--model"), str(path))
     try:
         section = _ModelFile.model_validate({"model": raw.get("model") if isinstance(raw, dict) else None}).model
     except ValidationError as error:

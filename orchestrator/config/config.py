@@ -115,8 +115,7 @@ class RunConfig(sections.Section):
             check_auto_options(options)
             name, options = "zb-1p", ScheduleOptions(memory_limit=options.memory_limit)
         spec = spec_of(name, self.mesh.pp, self.schedule.microbatches, options)
-        entry = CATALOGUE.get(name)
-        if entry is None:
+        if (entry := CATALOGUE.get(name)) is None:
             return None
         return Layout(tuple(entry.placement(rank, spec) for rank in range(spec.ranks)), spec.slices)
 

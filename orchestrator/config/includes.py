@@ -5,6 +5,7 @@ A file's own keys replace those of the files that it includes, a later one those
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +49,7 @@ def with_includes(raw: Mapping[str, Any], path: Path, chain: tuple[Path, ...] = 
     for name in names:
         included = path.parent / Path(name).expanduser()
         circle = [*chain, path, included]
-        if included.resolve() in [each.resolve() for each in circle[:-1]]:
+        if os.path.realpath(included) in map(os.path.realpath, circle[:-1]):
             text = " -> ".join(map(str, circle))
             raise PentadError(f"{INCLUDE} of {path} is {name!r}, which leads back to it ({text}): expected no circle")
         layers = read_file(included, f"{INCLUDE} of {path}", (*chain, path))

@@ -20,6 +20,7 @@ from pentad.orchestrator.monitoring.run_state import RunView
 from pentad.orchestrator.monitoring.runfolder import EVALUATIONS, JOURNAL, METRICS, PROGRAM, resolve_run, saved_config
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
 from pentad.schedules.ir.program import Program
 
 _ENDINGS = {"end": "finished", "stop": "stopped", "failure": "failed"}
@@ -173,7 +174,7 @@ def _endpoint(folder: Path) -> dict[str, Any] | None:
     loopback."""
     path = folder / ENDPOINT
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(plain_file(path, MOST_JSON).read_text(encoding="utf-8"))
         address = found["address"]
         if not (_ADDRESS.fullmatch(address) and _TOKEN.fullmatch(found["token"])):  # gRPC prints what it thinks of them
             raise ValueError

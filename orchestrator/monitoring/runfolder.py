@@ -277,7 +277,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.files.replace(self.path / EXPERT_LOAD, json.dumps({"step": step, "layers": dict(layers)}).encode())
 
     def close(self) -> None:
-        self.files.wait()  # or the next driver finds the last lines torn
+        self.files.close()  # or the next driver finds the last lines torn
         self.lock.close()
 
     def __exit__(self, *_: object) -> None:

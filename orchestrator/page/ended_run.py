@@ -20,6 +20,7 @@ from pentad.orchestrator.page.saved_plan import last_config, last_places, planne
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.diagnosis import rank_times
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import Timeline, grouped
 from pentad.schedules.spec.model import ModelSpec
@@ -77,7 +78,7 @@ class EndedRun(PageData):
         path = self.bus.folder.path / PAGE
         if not path.is_file():
             raise PentadError("no step has been measured: expected one (metrics.timeline_steps)")
-        return path.read_text(encoding="utf-8")
+        return plain_file(path).read_text(encoding="utf-8")
 
 
 def _stand_in(config: RunConfig, folder: Path) -> ModelSpec:
@@ -101,7 +102,7 @@ def _ranks(plan: Plan, placed: Sequence[dict[str, Any]], step: int) -> tuple[Ran
 
 def _expert_load(folder: Path) -> ExpertLoads:
     try:
-        found = json.loads((folder / EXPERT_LOAD).read_text(encoding="utf-8"))
+        found = json.loads(plain_file(folder / EXPERT_LOAD, MOST_JSON).read_text(encoding="utf-8"))
         return ExpertLoads(found["step"], {int(layer): tuple(load) for layer, load in found["layers"].items()})
     except FileNotFoundError:
         return ExpertLoads()

@@ -8,7 +8,8 @@ from tempfile import TemporaryDirectory
 
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import unreadable
+from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
+from pentad.workers.checkpoint.checkpoint import MANIFEST, unreadable
 from pentad.workers.checkpoint.location import Location, RemotePath, location
 from pentad.workers.checkpoint.storage import read_bytes, storage_errors, storage_of
 from pentad.workers.hf import kept_files
@@ -33,7 +34,10 @@ def checkpoints_in(home: Location) -> Location:
     """Where the run or import in the folder `home` has its checkpoints."""
     if isinstance(home, Path) and not (home / CHECKPOINTS).is_dir() and (home / CONFIG).is_file():
         return checkpoints_of(saved_config(home))
-    return home / CHECKPOINTS
+    root = home / CHECKPOINTS
+    for manifest in root.glob(f"*/{MANIFEST}") if isinstance(root, Path) else ():
+        plain_file(manifest, MOST_JSON)
+    return root
 
 
 def home_of(checkpoint: Location) -> Path:

@@ -4,6 +4,7 @@ sentence."""
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,9 @@ from typing import Any
 
 from pentad.orchestrator.records.json_rows import checked_row
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import plain_file
+
+MOST_OF_LINE = 1 << 24  # bytes: a place event of 65,536 ranks has some 8 MB
 
 
 def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -21,11 +25,20 @@ def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
 
     Raises PentadError for any other line that is not a JSON object with `keys` and values of their kinds.
     """
-    if not path.exists():
-        return []
+    return [_row(line, f"{path} line {number}", keys) for number, line in enumerate(complete_lines(path), 1)]
+
+
+def complete_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, none if there is no file, without an incomplete last one. Raises PentadError."""
     with reported(path, "read"):
-        lines = path.read_bytes().split(b"\n")[:-1]
-    return [_row(line, f"{path} line {number}", keys) for number, line in enumerate(lines, 1)]
+        if not path.exists():
+            return
+        with plain_file(path, None).open("rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(MOST_OF_LINE)
+                if not line.endswith(b"\n"):
+                    return _check_length(line, f"{path} line {number}")
+                yield line[:-1]
 
 
 def lines_before(path: Path, step: int) -> bytes:
@@ -68,9 +81,13 @@ def trim(path: Path) -> bytes:
     with reported(path):
         if not path.exists():
             return b""
-        text = path.read_bytes()
-        end = text.rfind(b"\n") + 1
-        os.truncate(path, end)
+        with plain_file(path, None).open("rb+") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - 2 * MOST_OF_LINE)
+            file.seek(start)
+            text = file.read()
+            end = text.rfind(b"\n") + 1
+            _check_length(text[end:], f"the last line of {path}")
+            file.truncate(start + end)
         return text[text.rfind(b"\n", 0, max(0, end - 1)) + 1 : end]
 
 
@@ -87,6 +104,11 @@ def reported(path: Path, verb: str = "written") -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise PentadError(f"{path} cannot be {verb} ({reason}): expected a run.folder with room") from None
+
+
+def _check_length(line: bytes, where: str) -> None:
+    if len(line) >= MOST_OF_LINE:
+        raise PentadError(f"{where} has {MOST_OF_LINE} bytes or more: expected less: repair or remove the line")
 
 
 def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pentad.orchestrator.records.json_lines import reported
 from pentad.orchestrator.records.run_files import replace_file
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
 from pentad.schedules.simulate.step_profile import ProfileEvent, RankProfile, unpack
 from pentad.schedules.simulate.timeline import Span, Timeline
 
@@ -114,7 +115,7 @@ def load_profile(run: Path, step: int) -> SavedProfile:
 def _facts(path: Path) -> list[dict[str, Any]]:
     kinds: dict[str, Any] = {"rank": int, "name": str, "offset": (int, float), "left_out": int, "problem": str}
     try:
-        ranks = json.loads(path.read_bytes())["ranks"]
+        ranks = json.loads(plain_file(path, MOST_JSON).read_bytes())["ranks"]
         if all(isinstance(rank[key], kind) for rank in ranks for key, kind in kinds.items()):
             return ranks
     except (OSError, ValueError, KeyError, TypeError):
@@ -131,7 +132,7 @@ def _events(path: Path, offset: float) -> tuple[ProfileEvent, ...]:
     if not path.is_file():
         return ()
     try:
-        shift, events = round(offset * 1e9), unpack(path.read_bytes())
+        shift, events = round(offset * 1e9), unpack(plain_file(path).read_bytes())
     except (OSError, PentadError) as error:
         raise PentadError(f"{path} is not a readable profile: {error}") from None
     return tuple(event._replace(start=event.start + shift) for event in events) if shift else events

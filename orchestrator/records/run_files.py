@@ -23,6 +23,7 @@ MOST_WAITING = 200_000  # changes, some 100 MB: beyond them the run ends
 WAIT_SECONDS = 0.5  # in which a disk that works has taken lines; the ranks have more steps to do than that
 HANG_SECONDS = 5.0  # without an answer, after which the run says so
 SETTLE_SECONDS, RETRY_SECONDS = 30.0, 0.5  # for which the end of a run waits for the disk, and between two attempts
+IDLE_SECONDS = 5.0  # for which the writer waits for more: to start a thread for each step costs more than its lines
 
 
 class Change:
@@ -63,7 +64,9 @@ class RunFiles:
         self.waiting: deque[Change] = deque()
         self.lock, self.turn, self.syncing = threading.RLock(), threading.Lock(), threading.Lock()
         self.stopped = threading.Condition(self.lock)  # the writer has
+        self.arrived = threading.Condition(self.lock)  # something has, for a writer that is idle
         self.is_writing = self.is_behind = self.is_given_up = False  # behind, given up: it was waited for in vain
+        self.is_idle = self.is_closed = False
         self.moved_at = 0.0  # monotonic second in which the writer began, or the disk last took something
         self.refusal: BaseException | None = None  # why the disk did not take the first change
         self.unsynced = set[Path]()  # to which lines were appended that a power cut could take
@@ -159,40 +162,63 @@ class RunFiles:
                     raise PentadError(f"{self._stuck()}; not written are {self._lost()}") from self.refusal
             time.sleep(RETRY_SECONDS)
 
+    def close(self) -> None:
+        """Waits like `wait`, after which the writer ends, as soon as the disk lets it."""
+        self.wait()
+        with self.lock:
+            self.is_closed = True
+            self._wake()
+
     def _start(self) -> None:
         """Has a thread write what waits, unless one does."""
         if self.waiting and not self.is_writing:
             self.is_writing, self.moved_at = True, time.monotonic()
             try:
-                in_daemon(self._write)
+                if self.is_idle:
+                    self._wake()
+                else:
+                    in_daemon(self._serve)
             except BaseException:  # Ctrl-C, or no more threads: the next change tries again
                 self.is_writing = False
                 raise
 
-    def _write(self) -> None:
-        """In a thread of its own, until nothing waits or the disk refuses a change."""
+    def _wake(self) -> None:
+        self.arrived.notify()  # first: after Ctrl-C in between it is still known to wait
+        self.is_idle = False
+
+    def _serve(self) -> None:
+        """In a thread of its own: writes, and waits a while for more. Nobody starts another one in between."""
         with self.turn:
-            while True:
+            is_woken = True
+            while is_woken:
+                refusal = self._write()
                 with self.lock:
-                    if not self.waiting:
-                        self.is_behind = False
-                        return self._stop(None)
-                    change = self.waiting[0]
-                try:
-                    change.do()
-                except BaseException as error:
-                    self._stop(error)
-                    if isinstance(error, Exception):
-                        return  # who settles or syncs raises it
-                    raise
-                with self.lock:
-                    self.waiting.popleft()
-                    self.moved_at = time.monotonic()
+                    if is_woken := refusal is None and bool(self.waiting):
+                        continue
+                    self._stop(refusal)
+                    if refusal is not None and not isinstance(refusal, Exception):
+                        raise refusal
+                    self.is_idle = not self.is_closed
+                    is_woken = self.arrived.wait_for(lambda: not self.is_idle, IDLE_SECONDS) and self.is_writing
+                    self.is_idle = False
+
+    def _write(self) -> BaseException | None:
+        """Until nothing waits, or the disk refuses a change: why, for who settles or syncs."""
+        while self.waiting:
+            change = self.waiting[0]
+            try:
+                change.do()
+            except BaseException as error:
+                return error
+            with self.lock:
+                self.waiting.popleft()
+                self.moved_at = time.monotonic()
+        return None
 
     def _stop(self, refusal: BaseException | None) -> None:
-        with self.lock:
-            self.refusal, self.is_writing = refusal, False
-            self.stopped.notify_all()
+        self.refusal, self.is_writing = refusal, False
+        self.is_behind = self.is_behind and refusal is not None
+        self.stopped.notify_all()
 
     def _stuck(self) -> str:
         if self.refusal is not None:

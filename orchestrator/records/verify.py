@@ -12,6 +12,7 @@ from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.orchestrator.records.checkpoint_places import checkpoints_in
 from pentad.orchestrator.records.hash_chain import AUDIT, Entry, read_chain
+from pentad.orchestrator.records.json_lines import complete_lines
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.workers.checkpoint.checkpoint import MANIFEST, fingerprint, folder_of, has_manifest
@@ -70,7 +71,7 @@ def verify(run: Path, metrics: Sequence[Entry], *, data: bool, on_progress: OnPr
     path = run / AUDIT
     if not path.exists():
         raise PentadError(f"{run} has no {AUDIT}: expected a run of this version of pentad")
-    history = replay(read_chain(path.read_bytes().split(b"\n")[:-1], str(path)), str(path))
+    history = replay(read_chain(complete_lines(path), str(path)), str(path))
     _compare_metrics(history, metrics, run)
     checkpoints = _compare_checkpoints(history, checkpoints_in(run))
     samples = _compare_samples(history, str(path), on_progress) if data else None

@@ -14,6 +14,7 @@ from pentad.orchestrator.config.errors import shown
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.orchestrator.monitoring.runfolder import Changes, changed_keys, find_checkpoint
+from pentad.orchestrator.plain_folders import plain_folder
 from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of, saved_config
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase, LoraSpec, lora_of
@@ -87,7 +88,7 @@ def _adapter(config: RunConfig, lora: LoraSpec, home: Path) -> Path | None:
         return None
     from pentad.workers.hf.peft import read_adapter  # imports torch
 
-    folder = Path(config.lora.init_from).expanduser()
+    folder = plain_folder(Path(config.lora.init_from).expanduser())
     read_adapter(folder, adapter_request(config, home), lora)
     return folder
 

@@ -21,6 +21,7 @@ from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
 from pentad.orchestrator.monitoring.runfolder import check_not_live, has_checkpoint, resumed_config
+from pentad.orchestrator.plain_folders import check_corpora
 from pentad.orchestrator.planning.numerics import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan, with_inputs_of
 from pentad.orchestrator.records.checkpoint_places import check_store, checkpoints_of, path_of
@@ -60,6 +61,7 @@ def prepare(config: RunConfig) -> Plan:
     """The plan of a run, with its data opened, before anything is started or written, except for a built-in corpus and
     the tables of packed documents. Raises PentadError."""
     sizes, batch, steps = (config.model.vocab, config.batch.sequence_length), config.batch, config.run.steps
+    check_corpora(each.path for each in config.data.spec.sources)
     check_data(config.data.spec, *sizes, batch.sizes, steps)
     check_loggers(config.loggers.use)
     plan = first_plan(config)

@@ -19,6 +19,7 @@ from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, HOST, StepView
 from pentad.schedules.ir.arrow_file import file_bytes, read_table, require_no_nulls, require_range, rows_of, table_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import RECEIVES, Key
+from pentad.schedules.ir.plain_files import plain_file
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import COMPUTE, LONGEST_SECONDS, Span, Timeline, attributed_seconds
 from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
@@ -110,6 +111,7 @@ def save(times: Iterable[RankTime], path: Path) -> None:
 
 def load(path: Path) -> tuple[RankTime, ...]:
     """Raises PentadError if `save` did not write the file."""
+    plain_file(path)
     try:
         table = read_table(path.read_bytes())
         if not table.schema.equals(SCHEMA):

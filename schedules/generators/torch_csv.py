@@ -11,6 +11,7 @@ from pathlib import Path
 from pentad.schedules.generators.custom import with_inferred_placement
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action, Instruction, Op, Overlap, instructions_of
+from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
 from pentad.schedules.ir.program import Program
 
 _LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}
@@ -55,6 +56,7 @@ def _cell(action: Action) -> str:
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Row numbers, from 1, and cells."""
+    plain_file(path, MOST_JSON)
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
 
 
 class FunctionKind(NamedTuple):
@@ -57,6 +58,7 @@ def read_source(text: str, kind: FunctionKind = SCHEDULE) -> str:
     file = text.rpartition(":")[0]
     if not file.endswith(".py"):
         raise user_error(text, f"the file is {file!r}: expected a .py file and a function, as in {kind.example}", kind)
+    plain_file(Path(file), MOST_JSON)
     try:
         return decode_source(Path(file).read_bytes())
     except (OSError, ValueError, SyntaxError) as error:  # ValueError: a null byte in the path, or not text

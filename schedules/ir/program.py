@@ -19,6 +19,7 @@ from pentad.schedules.ir.columns import Columns, Stream, key_columns, pack
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key
 from pentad.schedules.ir.lookup import IS_COMPUTE, IS_FORWARD, Lookup
+from pentad.schedules.ir.plain_files import plain_file
 
 __all__ = ["SCHEMA", "VERSION", "Program", "Stream", "index_of"]
 
@@ -188,6 +189,7 @@ class Program:
     @staticmethod
     def load(path: Path) -> Program:
         """Raises PentadError when the file is not one that `save` wrote."""
+        plain_file(path)
         try:
             program = Program.from_bytes(path.read_bytes())
             _check_sizes(program)

@@ -16,6 +16,7 @@ import pyarrow as pa
 from pentad.schedules.ir.arrow_file import file_bytes, read_table, require_no_nulls, require_range, rows_of, table_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
+from pentad.schedules.ir.plain_files import plain_file
 
 LONGEST_SECONDS = 1e10  # on a timeline's clock: more than 300 years
 COMPUTE = frozenset({"F", "B", "W", "BW", "RECOMPUTE"})
@@ -130,6 +131,7 @@ class Timeline:
     @staticmethod
     def load(path: Path) -> Timeline:
         """Raises PentadError if `save` did not write the file."""
+        plain_file(path)
         try:
             return Timeline.from_arrow(read_table(path.read_bytes()))
         except (OSError, PentadError) as error:

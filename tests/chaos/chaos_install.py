@@ -193,5 +193,6 @@ def _install_storage(patch: pytest.MonkeyPatch, current: Callable[[], Simulation
     for name, writes in (("folders", False), ("files", False), ("opened", False), ("write", True), ("write_new", True)):
         patch.setattr(local, name, guarded(getattr(local, name), partial(of_storage, writes)))
     patch.setattr(run_files, "in_daemon", lambda write: write())  # real threads know no virtual time
+    patch.setattr(run_files, "IDLE_SECONDS", 0.0)
     for module, name in ((run_files, "append"), (run_files, "replace_file"), (runfolder, "replace_file")):
         patch.setattr(module, name, guarded(getattr(module, name), of_run))

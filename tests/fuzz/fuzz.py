@@ -25,9 +25,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import fuzz_counts
 import fuzz_models
 import fuzz_readers
 import fuzz_servers
+import fuzz_special
 from fuzz_guard import Guard
 from fuzz_readers import Reader
 
@@ -60,6 +62,11 @@ READERS: dict[str, tuple[Make, float]] = {
     "adapters": (fuzz_models.adapters, 1),
     "torch checkpoints": (fuzz_models.torch_checkpoints, 1),
     "chat templates": (fuzz_models.chat_templates, 1),
+    "large keys": (fuzz_counts.large_keys, 4),
+    "large options": (fuzz_counts.large_options, 0.1),
+    "places of runs": (fuzz_special.run_places, 2),
+    "places of users": (fuzz_special.user_places, 0.3),
+    "places of models": (fuzz_special.model_places, 0.3),
 }
 HANG_SECONDS, HANG_CPU_SECONDS = 900.0, 60.0  # without an end of a case; a busy machine gives it little
 MOST_FAILURES = 20  # of a reader, after which it is left

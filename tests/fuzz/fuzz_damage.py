@@ -17,7 +17,9 @@ from pentad.workers.checkpoint.manifest import _canonical, _checksum
 from pentad.workers.data.corpus_index import CHECKED, INDEX_FILE, checksum_file
 
 Damage = Callable[[bytes, int], bytes]
+COUNTS = (2**31 - 1, 2**31, 2**63 - 1, 10**20)  # in the place of any count
 HOSTILE: tuple[Any, ...] = (
+    *COUNTS,
     *(None, True, -1, 0, 1, 2, 3, 1 << 62, 1 << 64, -(1 << 63), 1e20, 1e-20, 10**40, 0.5, float("inf"), float("nan")),
     *("", "x", "\x00", "\x1b[31m", "\ud800", "..", "/etc/passwd", "~", "a/b", "x" * 5000, "9" * 5000, "é", "null"),
     *([], [[]], [0], ["x"], {}, {"a": 1}, {"x": {"y": []}}),
@@ -29,6 +31,15 @@ def damaged_tree(data: bytes, seed: int) -> bytes:
     random, tree = Random(seed), json.loads(data)
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         tree = _changed(random, tree)
+    return json.dumps(tree).encode()
+
+
+def large_counts(data: bytes, seed: int) -> bytes:
+    """JSON with one of its integers far too large, or two."""
+    random, tree = Random(seed), json.loads(data)
+    places = [(parent, key) for parent, key in _places(tree) if type(parent[key]) is int]
+    for parent, key in random.sample(places, min(len(places), random.choice((1, 1, 2)))):
+        parent[key] = random.choice(COUNTS)
     return json.dumps(tree).encode()
 
 
@@ -87,8 +98,8 @@ def _changed(random: Random, tree: Any) -> Any:
         return _hostile(random)
     parent, key = random.choice(places)
     match random.choice(("value", "value", "value", "value", "number", "remove", "copy", "rename", "nest", "repeat")):
-        case "number" if isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
-            parent[key] = random.choice((-parent[key], parent[key] + 1, parent[key] - 1, parent[key] * 2, 0, 1 << 40))
+        case "number" if isinstance(old := parent[key], int | float) and not isinstance(old, bool):
+            parent[key] = random.choice((-old, old + 1, old - 1, old * 2, 0, 1 << 40, *COUNTS))
         case "remove":
             del parent[key]
         case "copy":

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from corpora import write_corpus
 from damage import damaged_bytes, damaged_values
-from fuzz_damage import Damage, damaged_chain, damaged_manifest, damaged_tree, with_checksums
+from fuzz_damage import Damage, damaged_chain, damaged_manifest, damaged_tree, large_counts, with_checksums
 from fuzz_guard import Read, command
 from paths import ROOT
 from random_mutants import random_mutants
@@ -42,7 +42,7 @@ from pentad.workers.preprocess.readers import Columns, FileSpan, read_rows
 from pentad.workers.preprocess.source_files import SourceFile
 
 SIZES = ["model.layers=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=2"]
-JSON: tuple[Damage, ...] = (damaged_tree, damaged_tree, damaged_values, damaged_bytes)
+JSON: tuple[Damage, ...] = (damaged_tree, damaged_tree, damaged_values, damaged_bytes, large_counts)
 TEXT: tuple[Damage, ...] = (damaged_values, damaged_bytes)
 BINARY: tuple[Damage, ...] = (damaged_bytes,)
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gpus
 import ray
@@ -22,6 +22,7 @@ import torch
 from footprint import Footprint
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from redis_server import redis_server
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.local_head import NO_IDLE_WORKERS, USUAL_PRIORITY
@@ -180,19 +181,24 @@ def _raylet(node: Node) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def multinode_cluster(places: int = 0, *, room: int = 0, persistent: bool = False) -> Iterator[Cluster]:
-    """A cluster that leaves nothing behind. The head of a `persistent` one can be lost and start again."""
+def multinode_cluster(
+    places: int = 0, *, room: int = 0, tables: Literal["", "disk", "redis"] = ""
+) -> Iterator[Cluster]:
+    """A cluster that leaves nothing behind. Its head can be lost and start again if it keeps its `tables` somewhere."""
     variables = {f"RAY_health_check_{name}": value for name, value in HEALTH.items()}
     variables |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
     variables |= USUAL_PRIORITY | NO_IDLE_WORKERS
     folder = Path(
         tempfile.mkdtemp(prefix="pentad-nodes-", dir="/tmp")
     )  # a short path: socket paths have at most 107 bytes
-    if persistent:
-        (folder / "gcs").mkdir()
-        variables |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        match tables:
+            case "disk":
+                (folder / "gcs").mkdir()
+                variables |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
+            case "redis":
+                variables["RAY_REDIS_ADDRESS"] = stack.enter_context(redis_server())
         stack.enter_context(clusters.environment(variables))
         stack.enter_context(clusters.loopback_allowed())
         cluster = Cluster(folder, places, room)

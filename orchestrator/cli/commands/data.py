@@ -36,9 +36,12 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Turn text or conversations into token shards; continues a build that was interrupted."""
+    from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
     from pentad.workers.data.corpus_index import plural
     from pentad.workers.preprocess.build import BuildRequest, build_corpus
 
+    for path in (each for each in (tokenizer, chat_template) if each is not None):
+        plain_file(path / "tokenizer.json" if path.is_dir() else path, MOST_JSON)
     request = BuildRequest(tuple(sources), out, tokenizer, vocab, field, chat, chat_template, workers=workers)
     with _ProgressLine() as line:
         corpus = build_corpus(request, line.note, line.show)
@@ -97,9 +100,11 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Verify token shards and show what is in them."""
+    from pentad.orchestrator.plain_folders import check_corpora
     from pentad.workers.data.corpus_index import plural
     from pentad.workers.preprocess.inspect import inspect_corpus
 
+    check_corpora([path])
     facts = inspect_corpus(path, samples, length=128)
     if as_json:
         print(json.dumps(facts))

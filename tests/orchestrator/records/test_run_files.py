@@ -65,7 +65,7 @@ def test_a_line_whose_recording_is_interrupted_is_written_once(
     assert [entry["step"] for entry in entries] == [0, 1, 2, 3]
 
 
-def test_what_waits_is_written_in_order_by_one_thread_that_ends(
+def test_what_waits_is_written_in_order_by_one_thread_that_ends_at_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, path, writers = RunFiles(tmp_path), tmp_path / "journal.jsonl", set[int]()
@@ -82,10 +82,78 @@ def test_what_waits_is_written_in_order_by_one_thread_that_ends(
         files.replace(path, b"")
         files.append(path, {"number": 3})
     files.settle()
-    assert [row["number"] for row in read_lines(path)] == [3] and len(writers) == 1
+    for number in range(4, 9):  # one after another: the thread waits for each
+        files.append(path, {"number": number})
+        files.wait()
+        time.sleep(0.01)
+    files.close()
+    assert [row["number"] for row in read_lines(path)] == [*range(3, 9)] and len(writers) == 1
     assert threading.get_ident() not in writers
+    until = time.monotonic() + run_files.IDLE_SECONDS / 2
+    while threading.active_count() > before:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_writer_without_lines_ends_and_another_one_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "IDLE_SECONDS", 0.05)
+    files, path, before = RunFiles(tmp_path), tmp_path / "journal.jsonl", threading.active_count()
+    for number in range(3):
+        files.append(path, {"number": number})
+        while threading.active_count() > before:
+            time.sleep(0.01)
+    assert [row["number"] for row in read_lines(path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_line_whose_writer_is_woken_while_ctrl_c_comes_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """Before or after the writer knows."""
+    files, path = RunFiles(tmp_path), tmp_path / "journal.jsonl"
+    files.append(path, {"number": 0})
+    files.wait()
+    notify = files.arrived.notify
+
+    def interrupted() -> None:
+        if is_known:
+            notify()
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.arrived, "notify", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        files.append(path, {"number": 1})
+    began = time.monotonic()
+    files.append(path, {"number": 2})
+    files.settle()
+    assert time.monotonic() - began < run_files.IDLE_SECONDS / 2
+    assert [row["number"] for row in read_lines(path)] == [0, 1, 2]
+
+
+def test_a_disk_that_hangs_holds_up_no_line_and_no_close_and_gets_all_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, path, hangs = RunFiles(tmp_path), tmp_path / "journal.jsonl", threading.Event()
+    before = threading.active_count()
+    monkeypatch.setattr(run_files, "WAIT_SECONDS", 0.1)
+    files.append(path, {"number": 0})
+    files.wait()
+
+    def hanging(where: Path, lines: str, size: int) -> None:
+        hangs.wait()
+        append(where, lines, size)
+
+    monkeypatch.setattr(run_files, "append", hanging)
+    began = time.monotonic()
+    for number in range(1, 50):
+        files.append(path, {"number": number})
+    files.close()
+    assert time.monotonic() - began < 1.0 and threading.active_count() == before + 1
+    hangs.set()
     while threading.active_count() > before:
         time.sleep(0.01)
+    assert [row["number"] for row in read_lines(path)] == [*range(50)]
 
 
 class FullDisk(io.FileIO):

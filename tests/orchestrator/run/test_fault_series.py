@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
 @pytest.fixture(scope="module")
 def nodes(server: ObjectStore) -> Iterator[Cluster]:
     """Its head can be lost and come back; its processes have the credentials of the store."""
-    with multinode_cluster(persistent=True) as cluster:
+    with multinode_cluster(tables="disk") as cluster:
         yield cluster
 
 

@@ -1,9 +1,11 @@
-"""The head of the Ray cluster is lost: with its tables on a disk the run survives that, without it ends in time."""
+"""The head of the Ray cluster is lost: with its tables on a disk or in Redis the run survives that, without it ends in
+time."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from elastic_cases import PAIR, SMALL, STEPS, Outcome, outcome
@@ -14,6 +16,7 @@ from pentad.orchestrator.control.control_client import connect
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 OVERRIDES = (*SMALL, *PAIR, "schedule.name=1f1b", "checkpoint.every=10", "checkpoint.every_seconds=0")
 AWAY_SECONDS = 8.0
+TABLES = ("disk", "redis")
 
 
 def expected_on(nodes: Cluster, folder: Path) -> Outcome:
@@ -27,8 +30,9 @@ def same(run: Run, expected: Outcome) -> bool:
     return rows == expected[0] and all(state[name].equal(value) for name, value in expected[1].items())
 
 
-def test_a_run_survives_a_head_that_comes_back(tmp_path: Path) -> None:
-    with multinode_cluster(persistent=True) as nodes:
+@pytest.mark.parametrize("tables", TABLES)
+def test_a_run_survives_a_head_that_comes_back(tmp_path: Path, tables: Literal["disk", "redis"]) -> None:
+    with multinode_cluster(tables=tables) as nodes:
         nodes.resize(1, 1)
         expected = expected_on(nodes, tmp_path)
         run = Run(nodes, tmp_path / "run", *OVERRIDES)
@@ -47,8 +51,11 @@ def test_a_run_survives_a_head_that_comes_back(tmp_path: Path) -> None:
             run.stop()
 
 
-def test_a_driver_that_dies_while_the_head_is_away_is_replaced_when_that_is_back(tmp_path: Path) -> None:
-    with multinode_cluster(persistent=True) as nodes:
+@pytest.mark.parametrize("tables", TABLES)
+def test_a_driver_that_dies_while_the_head_is_away_is_replaced_when_that_is_back(
+    tmp_path: Path, tables: Literal["disk", "redis"]
+) -> None:
+    with multinode_cluster(tables=tables) as nodes:
         nodes.resize(1, 1)
         expected = expected_on(nodes, tmp_path)
         run = Run(nodes, tmp_path / "run", *OVERRIDES)

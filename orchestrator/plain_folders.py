@@ -1,0 +1,30 @@
+"""Folders of models and corpora that users name: with regular files that can be read, or one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
+
+_SMALL = (".json", ".crc32", ".jinja", ".py", ".txt")
+
+
+def plain_folder(folder: Path) -> Path:
+    """The folder of a model or a corpus. Raises PentadError if a file in it is a pipe or a device, or a link that leads
+    nowhere, or one of a kind that is small and has more than MOST_JSON bytes."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        try:
+            path.stat()
+        except OSError as error:
+            raise PentadError(f"{path} cannot be read ({error.strerror}): expected a file") from None
+        plain_file(path, MOST_JSON if path.suffix in _SMALL or path.name == ".metadata" else None)
+    return folder
+
+
+def check_corpora(paths: Iterable[str]) -> None:
+    """Raises PentadError for a corpus on this machine with such files."""
+    for path in paths:
+        if "://" not in path and not path.startswith("builtin:"):
+            plain_folder(Path(path).expanduser())

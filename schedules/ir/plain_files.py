@@ -1,0 +1,26 @@
+"""What users and other programs name as files: regular ones of a size that can be read, or one sentence. A pipe or a
+device may never end; a sparse file of a few bytes on the disk may fill the memory."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from pentad.schedules.ir.errors import PentadError
+
+MOST_BYTES = 1 << 30  # of a file that is read whole
+MOST_JSON = 1 << 28  # or parsed
+
+
+def plain_file(path: Path, most: int | None = MOST_BYTES) -> Path:
+    """The path. Raises PentadError for a pipe or a device, and for more than `most` bytes; what is wrong otherwise, who
+    reads the file will say."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return path
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise PentadError(f"{path} is a pipe or device: expected a file")
+    if most is not None and stat.S_ISREG(status.st_mode) and status.st_size > most:
+        raise PentadError(f"{path} has {status.st_size} bytes: expected at most {most}")
+    return path
