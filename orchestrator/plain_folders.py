@@ -8,18 +8,21 @@ from pathlib import Path
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.plain_files import MOST_JSON, plain_file
 
+DCP_METADATA = ".metadata"
 _SMALL = (".json", ".crc32", ".jinja", ".py", ".txt")
 
 
 def plain_folder(folder: Path) -> Path:
-    """The folder of a model or a corpus. Raises PentadError if a file in it is a pipe or a device, or a link that leads
-    nowhere, or one of a kind that is small and has more than MOST_JSON bytes."""
+    """The folder of a model or a corpus. Raises PentadError if a file in it, hidden ones aside, is a pipe or a device,
+    or a link that leads nowhere, or one of a kind that is small and has more than MOST_JSON bytes."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith(".") and path.name != DCP_METADATA:
+            continue
         try:
             path.stat()
         except OSError as error:
             raise PentadError(f"{path} cannot be read ({error.strerror}): expected a file") from None
-        plain_file(path, MOST_JSON if path.suffix in _SMALL or path.name == ".metadata" else None)
+        plain_file(path, MOST_JSON if path.suffix in _SMALL or path.name == DCP_METADATA else None)
     return folder
 
 

@@ -91,7 +91,7 @@ def lower(
     program = add_reductions(program, replicas, memory_options)
     program = add_post_validation(program) if post_validation else add_step(program)
     if proved:
-        check(program, replicas=replicas)
+        check(program, replicas=replicas, zero=memory_options.zero)
     return program
 
 

@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _fail(shortened(f"'{error.filename}' is too long: expected the path of a file or a folder"), 1)
         if error.filename is not None:
             reason = f"'{error.filename}' cannot be read or written ({error.strerror})"
-            return _fail(shortened(f"{reason}: expected a file or folder of yours"), 1)
+            return _fail(shortened(f"{reason}: expected one that can"), 1)
         _mute()  # a full, failing or closed stdout
         return 1 if isinstance(error, BrokenPipeError) else _fail(f"I/O error: {error}", 1)
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from pentad.orchestrator.doctor.finding import Finding, Subject, Verdict
-from pentad.orchestrator.planning.fit import container_bytes
+from pentad.orchestrator.planning.fit import container_bytes, memory_facts
 from pentad.orchestrator.planning.formatting import format_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -29,7 +29,7 @@ def examine_shm(subject: Subject) -> Finding:
 
 
 def examine_memory(_: Subject) -> Finding:
-    sizes = _meminfo()
+    sizes = memory_facts()
     if not sizes:
         return Finding("not applicable", "no /proc/meminfo on this system")
     limit, used = container_bytes() or (None, 0)
@@ -85,13 +85,3 @@ def judge_pinned(limit: int | None, *, has_rdma: bool) -> Finding:
         remedy = "`ulimit -l unlimited`, LimitMEMLOCK=infinity or `docker run --ulimit memlock=-1`"
         return Finding("failure", f"{text}, too little for NCCL over InfiniBand", remedy)
     return Finding("ok", text if has_rdma else f"{text}, for InfiniBand only, which is not here")
-
-
-def _meminfo() -> dict[str, int]:
-    """Bytes by name."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split(":") for line in lines)
-    return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}

@@ -82,12 +82,16 @@ class _Advice:
         recompute = tuple(
             f"memory.{key}={value if key == 'recompute' else json.dumps(value)}" for key, value in again.items()
         )
-        most = [(*zero, *recompute), *[(*zero, *recompute, *sum(ON_HOST, ()))] * (self.plan.device == "cuda")]
+        kept = section.offload_fraction == 1.0, section.optimizer == "host"  # there already
+        on_host = sum((words for words, is_kept in zip(ON_HOST, kept, strict=True) if not is_kept), Words())
+        on_device = (*zero, *recompute)
+        most = [*filter(None, dict.fromkeys((on_device, (*on_device, *on_host * (self.plan.device == "cuda")))))]
         if (first := next(filter(None, map(self._allowed, most)), None)) is None:
             least, _ = min(self.tried)
-            return f"it does not fit with {_shown(most[-1])} either: {format_bytes(least)} is the least"
-        fewer = map(self._allowed, (zero, recompute)) if first.words == most[0] else ()
-        best = min([first, *filter(None, fewer)], key=lambda each: (each.seconds, len(each.words)))
+            what = f"it does not fit with {_shown(most[-1])} either" if most else "all that saves memory is in use"
+            return f"{what}: {format_bytes(least)} is the least"
+        fewer = [words for words in (zero, recompute) if words not in ((), first.words) and first.words == on_device]
+        best = min([first, *filter(None, map(self._allowed, fewer))], key=lambda each: (each.seconds, len(each.words)))
         return f"it fits {_sentence(best, self.plan, self.room)}, at assumed rates"
 
     def _allowed(self, words: Words) -> _Change | None:

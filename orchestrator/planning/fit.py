@@ -21,6 +21,7 @@ from pentad.schedules.spec.plan import Plan
 # ZeRO-3), as torch's segments have holes (1 % was measured) and plans err.
 SHARE, BESIDE = 0.98, 2 * 2**30
 PINNABLE = 0.9  # of a host's memory: the rest is for processes, their data and the page cache
+MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 CGROUP_FILES = (  # of version 2 and 1: limit, in use, and the file and key of what of that is a cache
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -132,9 +133,22 @@ def require_host(config: RunConfig, plan: Plan) -> None:
     """Raises PentadError if the ranks of a host keep more there than it has, as far as that is known. On CPUs that is
     all the same memory."""
     host = host_memory(config, plan.device)
-    if plan.device != "cuda" or host is None or (needed := _needed_on_host(plan)) <= host.bytes:
+    if plan.device != "cuda" or host is None or _needed_on_host(plan) <= host.bytes:
         return
-    fullest, ranks = _fullest_on_host(plan), ranks_of_host(plan)
+    raise PentadError(f"{_kept_there(config, plan)}: expected at most {format_bytes(int(host.bytes))}, {host.where}")
+
+
+def require_free(config: RunConfig, plan: Plan) -> None:
+    """Raises PentadError if ranks that are about to start on this machine keep more in its memory than is free."""
+    free = free_bytes()
+    if plan.device == "cuda" and free is not None and _needed_on_host(plan) > free:
+        limit = f"at most {format_bytes(free)}, which this machine has free"
+        raise PentadError(f"{_kept_there(config, plan)}: expected {limit}")
+
+
+def _kept_there(config: RunConfig, plan: Plan) -> str:
+    """What the ranks of a host keep in its memory, by the key that most is due to."""
+    fullest, ranks, needed = _fullest_on_host(plan), ranks_of_host(plan), _needed_on_host(plan)
     every = "every" if config.checkpoint.every else "every_seconds"
     names = {
         "host": ("activations", f"memory.offload_fraction is {config.memory.offload_fraction}"),
@@ -146,8 +160,7 @@ def require_host(config: RunConfig, plan: Plan) -> None:
     parts = ", ".join(f"{format_bytes(fullest[kind])} of {names[kind][0]}" for kind in ON_HOST if fullest[kind])
     _, key = names[max(ON_HOST, key=fullest.__getitem__)]
     who, each_has = (f"{ranks} ranks of a host keep", " each") if ranks > 1 else ("the rank of a host keeps", "")
-    found = f"{key}, with which {who} {format_bytes(needed)} there ({parts}{each_has})"
-    raise PentadError(f"{found}: expected at most {format_bytes(int(host.bytes))}, {host.where}")
+    return f"{key}, with which {who} {format_bytes(needed)} there ({parts}{each_has})"
 
 
 def host_note(config: RunConfig, plan: Plan) -> str:
@@ -189,6 +202,24 @@ def fits_host(config: RunConfig, plan: Plan) -> bool:
 def installed_bytes() -> int:
     """RAM of this host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_bytes() -> int | None:
+    """What this host, or the container, can still give; None if it does not say."""
+    available, container = memory_facts().get("MemAvailable"), container_bytes()
+    if available is None or container is None:
+        return available
+    return min(available, container[0] - container[1])
+
+
+def memory_facts() -> dict[str, int]:
+    """Of this host, in bytes by the names of Linux."""
+    try:
+        lines = MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":") for line in lines)
+    return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
 
 
 def container_bytes() -> tuple[int, int] | None:

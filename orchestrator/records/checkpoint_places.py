@@ -31,7 +31,8 @@ def checkpoints_of(config: RunConfig) -> Location:
 
 
 def checkpoints_in(home: Location) -> Location:
-    """Where the run or import in the folder `home` has its checkpoints."""
+    """Where the run or import in the folder `home` has its checkpoints. Raises PentadError if a manifest there is no
+    file that can be read."""
     if isinstance(home, Path) and not (home / CHECKPOINTS).is_dir() and (home / CONFIG).is_file():
         return checkpoints_of(saved_config(home))
     root = home / CHECKPOINTS

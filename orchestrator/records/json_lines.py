@@ -17,7 +17,7 @@ from pentad.orchestrator.records.json_rows import checked_row
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.plain_files import plain_file
 
-MOST_OF_LINE = 1 << 24  # bytes: a place event of 65,536 ranks has some 8 MB
+MOST_OF_LINE = 1 << 27  # bytes: a place event of 65,536 ranks has some 8 MB
 
 
 def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def lines_before(path: Path, step: int) -> bytes:
     """The lines of a file whose steps only grow, up to those of `step` and later. Raises PentadError for a line without
     a step."""
     with reported(path, "read"):
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        lines = plain_file(path, None).read_bytes().splitlines(keepends=True) if path.exists() else []
     while lines and _row(lines[-1], f"{path} line {len(lines)}", ["step"])["step"] >= step:
         lines.pop()
     return b"".join(lines)

@@ -63,8 +63,8 @@ class RunFiles:
         self.folder = folder
         self.waiting: deque[Change] = deque()
         self.lock, self.turn, self.syncing = threading.RLock(), threading.Lock(), threading.Lock()
-        self.stopped = threading.Condition(self.lock)  # the writer has
-        self.arrived = threading.Condition(self.lock)  # something has, for a writer that is idle
+        self.writer_stopped = threading.Condition(self.lock)
+        self.writer_woken = threading.Condition(self.lock)
         self.is_writing = self.is_behind = self.is_given_up = False  # behind, given up: it was waited for in vain
         self.is_idle = self.is_closed = False
         self.moved_at = 0.0  # monotonic second in which the writer began, or the disk last took something
@@ -112,7 +112,7 @@ class RunFiles:
         has caught up."""
         with self.lock:
             if not self.is_behind:
-                self.is_behind = not self.stopped.wait_for(lambda: not self.is_writing, WAIT_SECONDS)
+                self.is_behind = not self.writer_stopped.wait_for(lambda: not self.is_writing, WAIT_SECONDS)
 
     def problem(self) -> str:
         """Why what was recorded waits in memory; empty if the disk takes it."""
@@ -126,7 +126,7 @@ class RunFiles:
         these seconds, None: however long it takes."""
         with self.lock:
             self._start()
-            if not self.stopped.wait_for(lambda: not self.is_writing, seconds):
+            if not self.writer_stopped.wait_for(lambda: not self.is_writing, seconds):
                 raise PentadError(self._stuck())
             if self.refusal is not None:
                 raise self.refusal
@@ -154,7 +154,7 @@ class RunFiles:
         while True:
             with self.lock:
                 self._start()
-                self.stopped.wait_for(lambda: not self.is_writing, max(WAIT_SECONDS, until - time.monotonic()))
+                self.writer_stopped.wait_for(lambda: not self.is_writing, max(WAIT_SECONDS, until - time.monotonic()))
                 if not self.waiting:
                     return
                 if time.monotonic() > until:
@@ -183,24 +183,25 @@ class RunFiles:
                 raise
 
     def _wake(self) -> None:
-        self.arrived.notify()  # first: after Ctrl-C in between it is still known to wait
+        self.writer_woken.notify()  # first: after Ctrl-C in between it is still known to wait
         self.is_idle = False
 
     def _serve(self) -> None:
         """In a thread of its own: writes, and waits a while for more. Nobody starts another one in between."""
         with self.turn:
-            is_woken = True
-            while is_woken:
+            while True:
                 refusal = self._write()
                 with self.lock:
-                    if is_woken := refusal is None and bool(self.waiting):
+                    if refusal is None and self.waiting:
                         continue
                     self._stop(refusal)
                     if refusal is not None and not isinstance(refusal, Exception):
                         raise refusal
                     self.is_idle = not self.is_closed
-                    is_woken = self.arrived.wait_for(lambda: not self.is_idle, IDLE_SECONDS) and self.is_writing
+                    is_woken = self.writer_woken.wait_for(lambda: not self.is_idle, IDLE_SECONDS)
                     self.is_idle = False
+                    if not (is_woken and self.is_writing):  # nothing came, or the end
+                        return
 
     def _write(self) -> BaseException | None:
         """Until nothing waits, or the disk refuses a change: why, for who settles or syncs."""
@@ -218,7 +219,7 @@ class RunFiles:
     def _stop(self, refusal: BaseException | None) -> None:
         self.refusal, self.is_writing = refusal, False
         self.is_behind = self.is_behind and refusal is not None
-        self.stopped.notify_all()
+        self.writer_stopped.notify_all()
 
     def _stuck(self) -> str:
         if self.refusal is not None:

@@ -381,7 +381,7 @@ class _Search:
         config = with_setting(self.config, timed.setting, self.held)
         if timed.plan is not None:
             for program in timed.plan.trained_programs:
-                check(program, replicas=config.mesh.replicas)
+                check(program, replicas=config.mesh.replicas, zero=config.zero.stage)
             return Planned(timed.setting, config, timed.plan, timed.seconds, timed.bytes)
         with suppress(PentadError):
             plan = make_plan(config, "cuda", memory=self.device)

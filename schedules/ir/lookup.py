@@ -36,6 +36,11 @@ class Lookup:
         holdings = [rank * (stages + 1) + stage + 1 for rank, own in enumerate(placement) for stage in (-1, *own)]
         self._holdings = np.unique(np.array(holdings))
 
+    @property
+    def holdings(self) -> int:
+        """How many there are."""
+        return len(self._holdings)
+
     def holding(self, rank: Array, stage: Array) -> Array:
         """Index of the holding of each (rank, stage); -1 where the rank does not hold the stage."""
         code = rank * (self.stages + 1) + stage + 1

@@ -77,22 +77,19 @@ def add_step(program: Program) -> Program:
     step = Instruction(Op.STEP, waits=(norm.key,))
     ends = enumerate(np.diff(program.columns.action_offsets).tolist())
     found = insert(program, [(rank, end, part) for rank, end in ends for part in (norm, step)])
-    return wait_for(found, Op.NORM, program, *complete_gradients(program))
+    return wait_for(found, Op.NORM, program, np.concatenate(complete_gradients(program)))
 
 
-def wait_for(program: Program, op: Op, earlier: Program, ranks: Array, rows: Array) -> Program:
-    """The program in which the `op` of each rank, of which it has one, also waits for these rows of an earlier one."""
-    waiting = program.columns.rows_of(op_mask({op}))[ranks]
+def wait_for(program: Program, op: Op, earlier: Program, rows: Array) -> Program:
+    """The program in which `op`, which every rank has once, also waits for these rows of its rank in an earlier one."""
+    waiting = program.columns.rows_of(op_mask({op}))[earlier.columns.rank[rows]]
     return program.with_streams(program.columns.with_waits(waiting, *earlier.columns.keys(rows)))
 
 
 def complete_gradients(program: Program) -> tuple[Array, Array]:
-    """(rank, row) of what the gradients of every rank are complete after: of each, the last compute instruction, and
-    then all reductions."""
-    columns = program.columns
-    reductions = columns.rows_of(IS_REDUCTION)
-    ranks = np.concatenate((np.arange(program.ranks), columns.rank[reductions]))
-    return ranks, np.concatenate((program.lookup.last_compute, reductions))
+    """The rows that the gradients of all ranks are complete after: the last compute instruction of each, and the
+    reductions."""
+    return program.lookup.last_compute, program.columns.rows_of(IS_REDUCTION)
 
 
 class CompleteGrads(NamedTuple):

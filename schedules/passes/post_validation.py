@@ -46,9 +46,9 @@ def add_post_validation(program: Program) -> Program:
         additions.append((rank, position, Instruction(Op.ROLLBACK, waits=(VALIDATE,))))
         additions.append((rank, end, Instruction(Op.NORM, peer=rank - 1)))
         additions.append((rank, end, Instruction(Op.STEP)))
-    found, (ranks, rows) = insert(program, additions), complete_gradients(program)
-    found = wait_for(found, Op.NORM, program, ranks, rows)
-    return wait_for(found, Op.STEP, program, ranks[program.ranks :], rows[program.ranks :])  # for reductions alone
+    found, (last, reductions) = insert(program, additions), complete_gradients(program)
+    found = wait_for(found, Op.NORM, program, np.concatenate((last, reductions)))
+    return wait_for(found, Op.STEP, program, reductions)
 
 
 def _first_unrepeatable(program: Program) -> list[int]:

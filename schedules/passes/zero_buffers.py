@@ -97,15 +97,15 @@ def most_in_use(first: Array, last: Array, sizes: Array) -> Array:
 
 
 class GradientSums(NamedTuple):
-    """What happens to the sums of gradients on a rank, by row: the first W of a sum, where it `begins`, or its
-    REDUCE_SCATTER. `at` is the index of its stage in `stages`, which come in the order of their first W, and `beside`
-    are those that are being added up then, as the bits of a number."""
+    """The sums of gradients on a rank, by row: the first W of a sum, where it `begins`, or its REDUCE_SCATTER, in turn
+    for each stage. `stage_index` is that of its stage in `stages`, which come in the order of their first W, and the
+    bits of `running` are the indices of the stages whose sums have begun before and end later."""
 
     stages: list[int]
-    at: Array
+    stage_index: Array
     begins: Array
     row: Array
-    beside: Array
+    running: Array
 
 
 def gradient_sums(program: Program, rank: int) -> GradientSums:
@@ -117,12 +117,12 @@ def gradient_sums(program: Program, rank: int) -> GradientSums:
     follows_scatter = np.ones(len(rows), bool)
     follows_scatter[1:] = scatters[:-1] | (stage[1:] != stage[:-1])
     row = np.sort(by_stage[scatters ^ follows_scatter])
-    stages, first, index = np.unique(columns.stage[row], return_index=True, return_inverse=True)
+    stages, first, by_number = np.unique(columns.stage[row], return_index=True, return_inverse=True)
     order = np.argsort(first)
-    at = np.argsort(order)[index]
-    bits = np.array([1 << k for k in range(len(stages))], object)[at]
-    beside = np.bitwise_xor.accumulate(bits) ^ bits
-    return GradientSums(stages[order].tolist(), at, ~_IS_SCATTER[columns.op[row]], row, beside)
+    index = np.argsort(order)[by_number]
+    bits = np.array([1 << k for k in range(len(stages))], object)[index]
+    running = np.bitwise_xor.accumulate(bits) ^ bits  # begin and end alternate, so a bit is set in between
+    return GradientSums(stages[order].tolist(), index, ~_IS_SCATTER[columns.op[row]], row, running)
 
 
 def gradient_pool(program: Program, rank: int) -> Pool:
@@ -137,13 +137,13 @@ def gradient_pool(program: Program, rank: int) -> Pool:
 
 def _gradient_pool(program: Program, sums: GradientSums) -> Pool:
     apart = [1 << k for k in range(len(sums.stages))]  # as of `overlapping`
-    meetings = set(zip(sums.at[sums.begins].tolist(), sums.beside[sums.begins].tolist(), strict=True))
-    _, first = np.unique(sums.at, return_index=True)
+    meetings = set(zip(sums.stage_index[sums.begins].tolist(), sums.running[sums.begins].tolist(), strict=True))
+    _, first = np.unique(sums.stage_index, return_index=True)
     reduced = np.maximum.accumulate(np.where(sums.begins, -1, np.arange(len(sums.row))))[first]
-    meetings |= {(k, 1 << int(sums.at[event])) for k, event in enumerate(reduced.tolist()) if event >= 0}
+    meetings |= {(k, 1 << int(sums.stage_index[event])) for k, event in enumerate(reduced.tolist()) if event >= 0}
     for k, others in meetings:
         apart[k] |= others
-        for other in places_of(others):
+        for other in bits_of(others):
             apart[other] |= 1 << k
     return _laid_out(program, [(stage, 0) for stage in sums.stages], apart, trained=True)
 
@@ -180,21 +180,22 @@ def _two_turns(apart: list[int]) -> Array | None:
         while level:
             turns[turn] |= level
             others = 0
-            for place in places_of(level):
+            for place in bits_of(level):
                 others |= apart[place] & ~(1 << place)
             if others & turns[turn]:
                 return None
             turn, level = 1 - turn, others & ~turns[1 - turn]
     found = np.zeros(len(apart), bool)
-    found[list(places_of(turns[1]))] = True
+    found[list(bits_of(turns[1]))] = True
     return found
 
 
-def places_of(bits: int) -> Iterator[int]:
-    while bits:
-        place = bits.bit_length() - 1
-        yield place
-        bits ^= 1 << place
+def bits_of(number: int) -> Iterator[int]:
+    """The positions of its ones, highest first."""
+    while number:
+        position = number.bit_length() - 1
+        yield position
+        number ^= 1 << position
 
 
 def first_fit(sizes: Array, apart: list[int]) -> Array:
@@ -246,20 +247,22 @@ def is_double_buffered(program: Program) -> bool:
     return True
 
 
-def gradient_waits(sums: GradientSums, meeting: list[int]) -> Array:
+def gradient_waits(sums: GradientSums, sharing: list[int]) -> Array:
     """[2, waits]: which first W of a sum has to wait for which REDUCE_SCATTER, as rows: the last of those whose places
-    meet its own (see `meeting_stages`), and the last of its own stage, whose sum it continues."""
+    meet its own (`sharing` is `stages_sharing_memory`), and the last of its own stage, whose sum it continues."""
     found, reduced = [np.zeros((2, 0), int)], np.where(sums.begins, -1, sums.row)
-    for k, others in enumerate(meeting):
-        is_own, meets = sums.at == k, np.array([others >> place & 1 for place in range(len(meeting))], bool)
+    for k, others in enumerate(sharing):
+        is_own, shares = sums.stage_index == k, np.array([others >> other & 1 for other in range(len(sharing))], bool)
         begins = sums.begins & is_own
-        own, last = (np.maximum.accumulate(np.where(of, reduced, -1))[begins] for of in (is_own, meets[sums.at]))
+        own, last = (
+            np.maximum.accumulate(np.where(of, reduced, -1))[begins] for of in (is_own, shares[sums.stage_index])
+        )
         for waited, is_wait in ((last, last >= 0), (own, (own >= 0) & (own != last))):
             found.append(np.array((sums.row[begins][is_wait], waited[is_wait])))
     return np.concatenate(found, axis=1)
 
 
-def meeting_stages(program: Program, sums: GradientSums) -> list[int]:
+def stages_sharing_memory(program: Program, sums: GradientSums) -> list[int]:
     """For each stage of a rank's sums, those that share elements with it in the pool of gradients, itself included, as
     the bits of a number."""
     begins = np.array([*_gradient_pool(program, sums).offsets.values()])
@@ -276,6 +279,6 @@ def sharded_stages(program: Program, rank: int) -> set[int]:
 def add_gradient_buffer_waits(program: Program) -> Program:
     """The waits of `gradient_waits`."""
     sums = [gradient_sums(program, rank) for rank in range(program.ranks)]
-    found = [gradient_waits(each, meeting_stages(program, each)) for each in sums]
+    found = [gradient_waits(each, stages_sharing_memory(program, each)) for each in sums]
     waiting, waited = np.concatenate(found, axis=1)
     return program.with_streams(program.columns.with_waits(waiting, *program.columns.keys(waited)))

@@ -21,14 +21,20 @@ from pentad.schedules.verify.buffers import prove_buffers
 from pentad.schedules.verify.check_data import prove_data, prove_slots, prove_waits, waits_for_compute
 from pentad.schedules.verify.check_forward_only import prove_evaluation_end
 from pentad.schedules.verify.check_order import error_at, prove_order, refuse
-from pentad.schedules.verify.check_passes import prove_gradient_buffers, prove_memory_passes, prove_post_validation
+from pentad.schedules.verify.check_passes import (
+    prove_gradient_buffers,
+    prove_memory_passes,
+    prove_microbatches_apart,
+    prove_post_validation,
+    reduces_every_microbatch,
+)
 
 _NO_ROWS = np.zeros(0, int)
 
 
-def check(program: Program, *, replicas: int = 1) -> None:
+def check(program: Program, *, replicas: int = 1, zero: int = 0) -> None:
     """Raises ScheduleError naming the culprit, with the instructions around it as a grid. `replicas` is the number of
-    ranks that hold the same parameters, mirrors aside. Proven in this order:
+    ranks that hold the same parameters, mirrors aside, and `zero` the stage of ZeRO. Proven in this order:
 
     Order: every stage has a rank; each instruction is unique, on a rank that holds its stage, with the peer or group of
     its op; every stage runs F and BW, or F, B and W, of every microbatch on one rank, and accumulates weight gradients
@@ -38,9 +44,9 @@ def check(program: Program, *, replicas: int = 1) -> None:
     received, and nothing else is received; a slot is received into again only after its last reader.
 
     End of step: all shared gradients are reduced once, or once for every microbatch, after their last W and before
-    NORM, and STEP runs after NORM. Where every microbatch is reduced, no W adds to a buffer that another stage has, or
-    to a sum that is being reduced. A forward-only program has LOSS after its last F instead, and nothing that changes
-    the training state.
+    NORM, and STEP runs after NORM. With ZeRO-2 and 3, no W adds to a buffer that another stage has, or to a sum that is
+    being reduced; where every microbatch is, to that of another one. A forward-only program has LOSS after its last F
+    instead, and nothing that changes the training state.
 
     Optional passes: parameters are gathered, and activations recomputed or reloaded, before they are read.
 
@@ -59,6 +65,10 @@ def check(program: Program, *, replicas: int = 1) -> None:
             prove_evaluation_end(program)
         else:
             _prove_end(program, replicas)
+            if reduces_every_microbatch(program):
+                prove_microbatches_apart(program)
+            if zero > 1 or reduces_every_microbatch(program):
+                prove_gradient_buffers(program)
         prove_memory_passes(program)
         _prove_transfers(program)
         prove_post_validation(program)
@@ -116,8 +126,7 @@ def _prove_end(program: Program, replicas: int) -> None:
 def _prove_reduced(program: Program, replicas: int, readers: Array) -> None:
     """`readers[rank]` is the row that reads all gradients of a rank."""
     columns, lookup = program.columns, program.lookup
-    reductions = columns.rows_of(IS_REDUCTION)
-    every = bool((columns.microbatch[reductions] >= 0).any())
+    reductions, every = columns.rows_of(IS_REDUCTION), reduces_every_microbatch(program)
     complete = complete_weight_grads(program, every_microbatch=every)
     ranks, stages, numbers, last = complete if every else _of_every_stage(program, complete)
     reduced, scattered = (lookup.rows(ranks, CODE[op], stages, numbers) for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER))
@@ -141,8 +150,6 @@ def _prove_reduced(program: Program, replicas: int, readers: Array) -> None:
         raise error_at(program, reader, f"{columns.key(reader).op} does not wait for {columns.key(rows[k])}")
     for row in np.setdiff1d(reductions, rows).tolist():
         raise error_at(program, row, f"{columns.key(row)} reduces what other instructions reduce")
-    if every:
-        prove_gradient_buffers(program)
 
 
 def _of_every_stage(program: Program, complete: CompleteGrads) -> CompleteGrads:

@@ -10,10 +10,12 @@ import numpy as np
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Key, Op
+from pentad.schedules.ir.lookup import IS_REDUCTION, IS_WEIGHT
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.optimizer_pass import complete_weight_grads
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
 from pentad.schedules.passes.zero import is_reader
-from pentad.schedules.passes.zero_buffers import gradient_sums, gradient_waits, meeting_stages, places_of
+from pentad.schedules.passes.zero_buffers import bits_of, gradient_sums, gradient_waits, stages_sharing_memory
 from pentad.schedules.simulate.events import ON_COMPUTE_LANE
 from pentad.schedules.verify.check_order import error_at, refuse
 
@@ -110,7 +112,7 @@ def _late_gather_faults(program: Program) -> Iterator[tuple[int, str]]:
         yield int(gathers[k]), f"{columns.key(gathers[k])} does not wait for {columns.key(freed[k])}"
     rows = columns.rows_of(_ON_PARAMETERS)
     last = np.full(program.ranks * program.stages, -1)
-    last[columns.rank[rows] * program.stages + columns.stage[rows]] = rows
+    np.maximum.at(last, columns.rank[rows] * program.stages + columns.stage[rows], rows)
     kept = np.sort(last[(last >= 0) & (columns.op[last] == _GATHER)])
     ranks, first = np.unique(columns.rank[kept], return_index=True)
     for rank, row in zip(ranks.tolist(), kept[first].tolist(), strict=True):
@@ -134,22 +136,43 @@ def unmet_waits(of: Array, program: Program, rows: Array, targets: Array) -> Arr
 
 
 def prove_gradient_buffers(program: Program) -> None:
-    """Proves, where gradients are reduced for every microbatch, that a stage takes its place in the pool of gradients
-    only after the REDUCE_SCATTER of all that were there, and begins a microbatch only after that of its last one.
-    Raises ScheduleError."""
+    """Proves that a stage takes its place in the pool of gradients only after the REDUCE_SCATTER of all that were
+    there. Raises ScheduleError."""
     columns, pairs = program.columns, []
     for rank in range(program.ranks):
         sums = gradient_sums(program, rank)
-        meeting = meeting_stages(program, sums)
-        taken = sums.beside & np.array(meeting, object)[sums.at]
+        sharing = stages_sharing_memory(program, sums)
+        taken = sums.running & np.array(sharing, object)[sums.stage_index]
         for k in np.flatnonzero(sums.begins & (taken != 0)).tolist():
-            row, other = sums.row[k], min(sums.stages[place] for place in places_of(taken[k]))
+            row, other = sums.row[k], min(sums.stages[index] for index in bits_of(taken[k]))
             raise error_at(program, row, f"{columns.key(row)} takes the buffer of stage {other}")
-        pairs.append(gradient_waits(sums, meeting))
+        pairs.append(gradient_waits(sums, sharing))
     waiting, waited = np.concatenate(pairs, axis=1)
     for k in unmet_waits(np.arange(columns.rows), program, waiting, waited).tolist():
         text = f"{columns.key(waiting[k])} does not wait for {columns.key(waited[k])}"
         raise error_at(program, waiting[k], text)
+
+
+def reduces_every_microbatch(program: Program) -> bool:
+    """Whether gradients are reduced for every microbatch, and not once a step."""
+    columns = program.columns
+    return bool((columns.microbatch[columns.rows_of(IS_REDUCTION)] >= 0).any())
+
+
+def prove_microbatches_apart(program: Program) -> None:
+    """Proves that what is reduced for a microbatch is its gradients alone: its first W comes after the reduction of the
+    one before. Raises ScheduleError."""
+    columns, lookup = program.columns, program.lookup
+    weights, complete = columns.rows_of(IS_WEIGHT), complete_weight_grads(program, every_microbatch=True)
+    numbers = np.full((lookup.holdings, program.microbatches), -1)  # of microbatches, by holding
+    holding = lookup.holding(complete.rank, complete.stage)
+    numbers[holding, columns.microbatch[complete.row] // program.slices] = complete.number
+    holding = lookup.holding(columns.rank[weights], columns.stage[weights])
+    number = numbers[holding, columns.microbatch[weights] // program.slices]
+    before = lookup.rows(columns.rank[weights], CODE[Op.REDUCE_SCATTER], columns.stage[weights], number - 1)
+    late = (number > 0) & (before > weights)
+    for k in np.flatnonzero(late).tolist():
+        raise error_at(program, weights[k], f"{columns.key(weights[k])} comes before {columns.key(before[k])}")
 
 
 def _activation_faults(program: Program) -> Iterator[tuple[int, int, str]]:

@@ -2,8 +2,9 @@
 
 PYTHONPATH=.typings:tests/support python tests/bench/compile_speed.py [--quick] [--out FILE.json]
 
-Times are CPU seconds of one process with one thread, the minimum of `REPEATS` runs. torch constructs its schedule and
-lowers it to `pipeline_order_with_comms`, without a proof; pentad generates the order, runs all passes and proves it.
+Times are CPU seconds of one process with one thread, the minimum of `REPEATS` runs, with units the median of five.
+torch constructs its schedule and lowers it to `pipeline_order_with_comms`, without a proof; pentad generates the order,
+runs all passes and proves it.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ def test_a_schedule_of_ones_own_is_looked_at_before_it_is_read(tmp_path: Path, f
 def test_a_folder_is_looked_at_before_its_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_folders, "MOST_JSON", 99)
     sparse(tmp_path / "model.safetensors", 100)
+    (tmp_path / ".#README.md").symlink_to("user@host.1")  # of an editor
     assert plain_folder(tmp_path) == tmp_path
     check_corpora(["builtin:pydoc", "s3://a/b", str(tmp_path), str(tmp_path / "none")])
     sparse(tmp_path / "index.json", 100)
@@ -102,5 +103,5 @@ def test_an_error_of_a_file_names_it(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(cli, "app", fails)
     assert cli.main([]) == 1
-    expected = "'some/file' cannot be read or written (Is a directory): expected a file or folder of yours"
+    expected = "'some/file' cannot be read or written (Is a directory): expected one that can"
     assert capsys.readouterr().err == f"pentad: {expected}\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pentad.orchestrator.api.plans import planned
+from pentad.orchestrator.api.plans import Device, planned
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.memory import advice as advices
 from pentad.orchestrator.memory.advice import changes, memory_advice
@@ -98,6 +98,16 @@ def test_advice_for_a_large_program_takes_seconds_and_says_that_it_tried_little(
         assert re.fullmatch(rf"{sentence}; {few}", advice), advice
         if (advised := re.search("^it fits with ([^:]*):", advice)) is not None:
             assert fit_of(make_plan(load(config, advised[1].split()), "cuda"), fit.device).ok
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_large_program_that_saves_all_it_can_is_told_so(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advices, "MOST_PLANNED", 8)
+    words = "zero.stage=3", "memory.recompute=full", "memory.offload_fraction=1.0", "memory.optimizer=host"
+    config = config_of(*GPIPE, "mesh.pp=2", *words[: 2 if device == "cpu" else 4])
+    plan = make_plan(config, device)
+    advice = memory_advice(config, plan, fit_of(plan, device_memory(device, 1e-5)))
+    assert re.match(r"all that saves memory is in use: [0-9.]+ [GMK]iB is the least; .* are too many", advice), advice
 
 
 def test_host_memory_is_advised_where_nothing_else_suffices() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning import fit as host_fit
+from pentad.orchestrator.planning import planning
 from pentad.orchestrator.planning.estimate import costs_of, memory, step_seconds
 from pentad.orchestrator.planning.fit import device_memory
 from pentad.orchestrator.planning.formatting import format_bytes
@@ -175,6 +177,33 @@ def test_without_a_configured_size_this_machine_counts_if_the_run_is_local(monke
     chosen = config("memory.offload_fraction=0.5")
     with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* expected at most .* of this machine$"):
         host_fit.require_host(chosen, make_plan(chosen, "cuda"))
+
+
+def test_a_run_does_not_start_where_the_memory_of_its_host_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = config("memory.offload_fraction=0.5")
+    plan = make_plan(chosen, "cuda")
+    needed = 4 * max(host_fit.host_bytes(plan, rank) for rank in range(4))
+    monkeypatch.setattr(host_fit, "free_bytes", lambda: needed)
+    host_fit.require_free(chosen, plan)
+    monkeypatch.setattr(host_fit, "free_bytes", lambda: needed - 1)
+    with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* which this machine has free$"):
+        host_fit.require_free(chosen, plan)
+    host_fit.require_free(chosen, make_plan(chosen, "cpu"))  # is counted with the device's memory
+    monkeypatch.setattr(planning, "local_device", lambda section, ranks: ("cuda", ""))
+    monkeypatch.setattr(planning, "require_host", lambda config, plan: None)
+    with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* which this machine has free$"):
+        planning.first_plan(chosen)
+
+
+def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_fit, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_fit, "CGROUP", tmp_path)
+    assert host_fit.free_bytes() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 8 kB\n")
+    assert host_fit.free_bytes() == 8192
+    for name, text in {"max": "8000", "current": "7900", "stat": "inactive_file 7000"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert host_fit.free_bytes() == 7100
 
 
 def test_auto_asks_for_the_memory_of_hosts_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

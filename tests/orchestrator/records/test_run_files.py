@@ -113,7 +113,7 @@ def test_a_line_whose_writer_is_woken_while_ctrl_c_comes_is_written_once(
     files, path = RunFiles(tmp_path), tmp_path / "journal.jsonl"
     files.append(path, {"number": 0})
     files.wait()
-    notify = files.arrived.notify
+    notify = files.writer_woken.notify
 
     def interrupted() -> None:
         if is_known:
@@ -121,7 +121,7 @@ def test_a_line_whose_writer_is_woken_while_ctrl_c_comes_is_written_once(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.arrived, "notify", interrupted)
+    monkeypatch.setattr(files.writer_woken, "notify", interrupted)
     with pytest.raises(KeyboardInterrupt):
         files.append(path, {"number": 1})
     began = time.monotonic()

@@ -52,9 +52,9 @@ def test_what_is_listed_is_the_plan_of_its_configuration_and_proved(
     """Also where it is not made anew, but as it was compared; by how much it recomputes and offloads."""
     config, proved = load(None, [*WORDS, *words]), list[Program]()
 
-    def noted(program: Program, *, replicas: int = 1) -> None:
+    def noted(program: Program, **given: int) -> None:
         proved.append(program)
-        check(program, replicas=replicas)
+        check(program, **given)
 
     for module in ("schedules.compiler", "orchestrator.search.search"):
         monkeypatch.setattr(f"pentad.{module}.check", noted)

@@ -15,7 +15,7 @@ from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.zero_buffers import gradient_pool, gradient_sums, gradient_waits, meeting_stages
+from pentad.schedules.passes.zero_buffers import gradient_pool, gradient_sums, gradient_waits, stages_sharing_memory
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import SAVED_CHANGE, peak_activations
 from pentad.schedules.simulate.simulate import simulate
@@ -119,7 +119,7 @@ def test_stages_that_finish_one_after_another_share_two_gradient_buffers():
         costs = Costs(*((1.0,) * chunks,) * 3, reduce=(3.0,) * chunks)  # longer than the backward of a microbatch
         assert simulate(program, costs).makespan == 2 * 3 * chunks  # nothing waits
         sums = gradient_sums(program, 0)
-        assert gradient_waits(sums, meeting_stages(program, sums)).shape == (2, chunks - 2)
+        assert gradient_waits(sums, stages_sharing_memory(program, sums)).shape == (2, chunks - 2)
 
 
 @pytest.mark.sampled(12)
@@ -353,18 +353,53 @@ def test_every_microbatch_is_reduced_once_after_its_last_w(name: str, p: int, m:
         assert gradient_pool(program, rank).elements == (most,)
 
 
-def test_a_reduction_or_a_wait_for_one_less_is_refused() -> None:
-    program = compiled("1f1b", 2, 4, EVERY._replace(units=(3, 3)))
+@pytest.mark.parametrize(
+    ("name", "options", "chunks"),
+    [
+        ("1f1b", EVERY._replace(units=(3, 3)), None),
+        ("looped-bfs", MemoryOptions(zero=2, units=(1,) * 8, sizes=((64,),) * 8), 4),
+        ("looped-bfs", MemoryOptions(zero=3, units=(2,) * 8, sizes=((64,), (48,)) * 8), 4),
+    ],
+)
+def test_a_reduction_or_a_wait_for_one_less_is_refused(name: str, options: MemoryOptions, chunks: int | None) -> None:
+    program, tried = compiled(name, 2, 4, options, chunks), 0
     for part in instructions_of(program.streams[0]):
         if part.op is Op.REDUCE_SCATTER:
-            with pytest.raises(ScheduleError, match=rf"never reduces .* stage {part.stage} of microbatch"):
-                check(drop(program, 0, part.key), replicas=2)
+            with pytest.raises(ScheduleError, match=rf"never reduces .* stage {part.stage}"):
+                check(drop(program, 0, part.key), replicas=2, zero=options.zero)
         for key in part.waits if part.op is Op.BW else ():
             if key.op is Op.REDUCE_SCATTER:
                 fewer = part._replace(waits=tuple(each for each in part.waits if each != key))
-                stream = tuple(each if each != part else fewer for each in program.streams[0])
+                stream, tried = tuple(each if each != part else fewer for each in program.streams[0]), tried + 1
                 with pytest.raises(ScheduleError, match=f"{part.key} does not wait for {key}"):
-                    check(program.with_streams((stream, program.streams[1])), replicas=2)
+                    check(program.with_streams((stream, program.streams[1])), replicas=2, zero=options.zero)
+    assert tried
+
+
+@pytest.mark.parametrize(
+    ("moved", "after", "waits"),
+    [
+        ((0, 2), (0, 3), {}),
+        ((0, 0), (0, 1), {(0, 2): (0, 0)}),
+        ((0, 1), (0, 2), {(0, 3): (0, 1)}),
+        ((0, 0), (0, 1), {(0, 2): (0, 1)}),
+    ],
+)
+def test_a_sum_of_more_than_its_microbatch_is_refused(
+    moved: tuple[int, int], after: tuple[int, int], waits: dict[tuple[int, int], tuple[int, int]]
+) -> None:
+    """A REDUCE_SCATTER after the W of the next microbatch, which no longer waits for it."""
+    program = compiled("1f1b", 1, 4, EVERY._replace(units=(2,)))
+    scatter, weights = Key(Op.REDUCE_SCATTER, *moved), Key(Op.BW, *after)
+    others = {Key(Op.BW, *key): (Key(Op.REDUCE_SCATTER, *to),) for key, to in waits.items()} | {weights: ()}
+    parts = {part.key: part for part in instructions_of(program.streams[0])}
+    for key, to in others.items():
+        kept = tuple(each for each in parts[key].waits if each.op is not Op.REDUCE_SCATTER or each.stage != key.stage)
+        parts[key] = parts[key]._replace(waits=(*kept, *to))
+    order = [key for key in parts if key != scatter]
+    order.insert(order.index(weights) + 1, scatter)
+    with pytest.raises(ScheduleError, match=f"{weights} comes before {scatter}"):
+        check(program.with_streams((tuple(parts[key] for key in order),)), replicas=2, zero=2)
 
 
 def test_only_shards_are_reduced_every_microbatch() -> None:

@@ -12,10 +12,10 @@ from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.zero_buffers import (
+    bits_of,
     gradient_sums,
-    meeting_stages,
-    places_of,
     sharded_stages,
+    stages_sharing_memory,
     weight_pool,
     weight_sizes,
 )
@@ -63,8 +63,8 @@ def test_gradients_that_accumulate_together_never_share_elements(name, ranks, un
     for rank, stream in enumerate(program.streams):
         sums, accumulating = gradient_sums(program, rank), set[int]()
         meeting = {
-            stage: {sums.stages[place] for place in places_of(others)}
-            for stage, others in zip(sums.stages, meeting_stages(program, sums), strict=True)
+            stage: {sums.stages[place] for place in bits_of(others)}
+            for stage, others in zip(sums.stages, stages_sharing_memory(program, sums), strict=True)
         }
         reduced = dict[int, Key]()
         for part in instructions_of(stream):
