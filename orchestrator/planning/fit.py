@@ -129,17 +129,18 @@ def host_bytes(plan: Plan, rank: int) -> int:
     return sum(found[kind] for kind in ON_HOST)
 
 
-def require_host(config: RunConfig, plan: Plan) -> None:
-    """Raises PentadError if the ranks of a host keep more there than it has, as far as that is known. On CPUs that is
-    all the same memory."""
+def require_host(config: RunConfig, plan: Plan, *, starts: bool = False) -> None:
+    """Raises PentadError if the ranks of a host keep more there than it has, as far as that is known, or, of a run that
+    starts on this machine now, more than is free. On CPUs that is all the same memory."""
+    if starts:
+        _require_free(config, plan)
     host = host_memory(config, plan.device)
     if plan.device != "cuda" or host is None or _needed_on_host(plan) <= host.bytes:
         return
     raise PentadError(f"{_kept_there(config, plan)}: expected at most {format_bytes(int(host.bytes))}, {host.where}")
 
 
-def require_free(config: RunConfig, plan: Plan) -> None:
-    """Raises PentadError if ranks that are about to start on this machine keep more in its memory than is free."""
+def _require_free(config: RunConfig, plan: Plan) -> None:
     free = free_bytes()
     if plan.device == "cuda" and free is not None and _needed_on_host(plan) > free:
         limit = f"at most {format_bytes(free)}, which this machine has free"

@@ -14,14 +14,7 @@ from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.estimate import costs_of
-from pentad.orchestrator.planning.fit import (
-    DeviceMemory,
-    device_memory,
-    fit_of,
-    host_memory,
-    require_free,
-    require_host,
-)
+from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
 from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, launched, local_device, rates_for
 from pentad.orchestrator.planning.layout import (
     batch_spec,
@@ -227,8 +220,7 @@ def first_plan(config: RunConfig) -> Plan:
     device, _ = local_device(config.cluster, config.mesh.size)
     plan = make_plan(config, device)
     require_shards(config, plan)
-    require_host(config, plan)
-    require_free(config, plan)
+    require_host(config, plan, starts=True)
     found = fit_of(plan, device_memory(device, gpu=plan.gpu))
     if not found.ok and (device == "cpu" or plan.gpu == gpu_name()):
         raise PentadError(f"run {config.run.name} {found.sentence}")

@@ -184,13 +184,12 @@ def test_a_run_does_not_start_where_the_memory_of_its_host_is_taken(monkeypatch:
     plan = make_plan(chosen, "cuda")
     needed = 4 * max(host_fit.host_bytes(plan, rank) for rank in range(4))
     monkeypatch.setattr(host_fit, "free_bytes", lambda: needed)
-    host_fit.require_free(chosen, plan)
+    host_fit.require_host(chosen, plan, starts=True)
     monkeypatch.setattr(host_fit, "free_bytes", lambda: needed - 1)
     with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* which this machine has free$"):
-        host_fit.require_free(chosen, plan)
-    host_fit.require_free(chosen, make_plan(chosen, "cpu"))  # is counted with the device's memory
+        host_fit.require_host(chosen, plan, starts=True)
+    host_fit.require_host(chosen, make_plan(chosen, "cpu"), starts=True)  # is counted with the device's memory
     monkeypatch.setattr(planning, "local_device", lambda section, ranks: ("cuda", ""))
-    monkeypatch.setattr(planning, "require_host", lambda config, plan: None)
     with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* which this machine has free$"):
         planning.first_plan(chosen)
 
