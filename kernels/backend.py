@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, get_type_hints
@@ -47,10 +48,12 @@ KernelKey = tuple[str | int, ...]  # an operation, and those of its sizes by whi
 
 class KernelsInUse(NamedTuple):
     """Which implementations run: 'auto', the one that was `measured` to be the fastest, or else usually is; 'triton' or
-    'cudnn', that one wherever it serves a call; 'torch', the references on GPUs too, of all operations here."""
+    'cudnn', that one wherever it serves a call; 'torch', the references on GPUs too, of all operations here.
+    `cudnn_frontend`: whether cuDNN's deterministic backward of attention is to be had."""
 
     name: str = "auto"
     measured: Mapping[KernelKey, str] = {}
+    cudnn_frontend: bool = False
 
 
 _in_use = KernelsInUse()
@@ -63,14 +66,25 @@ def use_kernels(kernels: KernelsInUse) -> KernelsInUse:
     return before
 
 
+def usual_kernels(device: torch.device) -> KernelsInUse:
+    """Of this process on this device, with what it has installed."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return KernelsInUse(cudnn_frontend=is_hopper and importlib.util.find_spec("cudnn") is not None)
+
+
 def kernels_name() -> str:
     """Of what is in use."""
     return _in_use.name
 
 
+def has_cudnn_frontend() -> bool:
+    """Of what is in use."""
+    return _in_use.cudnn_frontend
+
+
 def choose_kernel(serving: Sequence[str], key: KernelKey = ()) -> str:
     """Of the implementations that serve a call, of which the first one is usually the fastest, the one to run."""
-    name, measured = _in_use
+    name, measured, _ = _in_use
     found = measured.get(key, "") if name == "auto" else name
     return found if found in serving else serving[0]
 

@@ -28,11 +28,10 @@ from pentad.kernels.attention.attention_blocks_triton import (
     segment_of,
     segments_of,
     stride_of,
-    token_major,
     tokens_of,
     visible,
 )
-from pentad.kernels.attention.attention_reference import AttentionOptions
+from pentad.kernels.attention.attention_reference import AttentionOptions, joined_gradients
 from pentad.kernels.backend import ceil_div, shared_memory
 
 ROWS = 64  # of a program of `_row_terms`
@@ -259,7 +258,7 @@ def attention_backward(
     `attention_partial`. The width of values is a power of two, and queries and keys are as wide or have a power of two
     of columns more."""
     operands = _operands(dout, q, k, v, out, lse, options)
-    gradients = dq, dk, dv = _gradients(q, k, v)
+    gradients = dq, dk, dv = joined_gradients(q, k, v)
     to_q, to_k, to_v = (rows_of(x, options) for x in gradients)
     (_, heads, queries, _), (_, groups, keys, width) = operands.q.shape, operands.v.shape
     segments, scores = segments_of(options, operands.q, operands.k), scores_of(options)
@@ -286,15 +285,6 @@ def blocks_for(width: int, rest: int, device: torch.device) -> tuple[Blocks, Blo
     if width > 128:
         return Blocks(32, 64, 8, 2), Blocks(64, 64, 8, 2) if large else Blocks(64, 32, 8, 2)
     return Blocks(32, 64, 4, 3), Blocks(128, 64, 8, 3) if large else Blocks(64, 64, 4, 2)
-
-
-def _gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Memory for those of q, k and v: side by side, as a layer's products read and write them, if it can be."""
-    if {(x.shape[2], x.shape[3]) for x in (q, k, v)} != {(q.shape[2], q.shape[3])}:
-        return [token_major(x, x.shape[3]) for x in (q, k, v)]
-    heads = [x.shape[1] for x in (q, k, v)]
-    joined = q.new_empty(q.shape[0], q.shape[2], sum(heads), q.shape[3])
-    return [part.transpose(1, 2) for part in joined.split(heads, dim=2)]
 
 
 def _operands(

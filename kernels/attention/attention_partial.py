@@ -15,13 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
+from pentad.kernels.attention.attention_cudnn import attention_backward_in_order, part_of
 from pentad.kernels.attention.attention_reference import (
     AttentionOptions,
     partial_attention_backward_reference,
     partial_attention_reference,
 )
 from pentad.kernels.attention.packed_runs import backward_by_runs, forward_by_runs
-from pentad.kernels.backend import KernelKey, choose_kernel, deterministic_algorithms, kernels_name, shared_memory
+from pentad.kernels.backend import (
+    KernelKey,
+    choose_kernel,
+    deterministic_algorithms,
+    has_cudnn_frontend,
+    kernels_name,
+    shared_memory,
+)
 
 MAX_HEAD_DIM = 256  # of the flash kernels
 # Head dims of queries and keys, and of values, for which Triton has kernels.
@@ -58,16 +66,17 @@ def partial_attention_backward(
 ) -> QKVGrads:
     """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention for its queries.
 
-    cuDNN usually is fastest, but sums dq in an order that changes from run to run. Then comes Triton, which is
-    deterministic, and for other head dims, and heads of 256 in any order, flash attention, which has a deterministic
-    mode.
+    cuDNN usually is fastest, but as torch calls it sums dq in an order that changes from run to run; in a fixed order
+    it does where its Python frontend is in use (attention_cudnn.py). Then comes Triton, which is deterministic, and for
+    other head dims, and heads of 256 in any order, flash attention, which has a deterministic mode.
     """
     if options.lengths is not None and options.lengths.runs:
         runs = options.lengths.runs
         return backward_by_runs(partial_attention_backward, runs, dout, q, k, v, out, lse, options)
     match _kernel(q, k, v, options, backward=True):
         case "cudnn":
-            return _cudnn_backward(dout, q, k, v, out, lse, options)
+            backward = attention_backward_in_order if options.deterministic else _cudnn_backward
+            return backward(dout, q, k, v, out, lse, options)
         case "triton":
             from pentad.kernels.attention.attention_backward_triton import attention_backward  # imports Triton
 
@@ -99,7 +108,8 @@ def serving_kernels(
     if not options.softcap:
         is_first = backward and not in_order and v.shape[3] == MAX_HEAD_DIM
         fused = ("flash", *fused) if is_first else (*fused, "flash")
-    return ("cudnn", *fused) if not in_order and _cudnn_supports(q, k, v, options) else fused
+    supports = _cudnn_supports_in_order if in_order else _cudnn_supports
+    return ("cudnn", *fused) if supports(q, k, v, options) else fused
 
 
 def attention_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, backward: bool = False) -> KernelKey:
@@ -125,12 +135,20 @@ def has_triton_kernels(q: Tensor, v: Tensor) -> bool:
 
 
 def _cudnn_supports(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
-    """cuDNN's causal mask is aligned at the first key."""
-    aligned = not options.causal or q.shape[2] == k.shape[2]
-    is_plain = options.lengths is None and options.window_left is None and not options.softcap
-    if not is_plain or not options.fixed_shape or not aligned:
+    if not _is_plain(q, k, options):
         return False
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, options.causal, q.shape[1] != k.shape[1]))
+
+
+def _cudnn_supports_in_order(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+    return has_cudnn_frontend() and _is_plain(q, k, options) and part_of(q, k, v) is not None
+
+
+def _is_plain(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
+    """Without what cuDNN lacks, whose causal mask is aligned at the first key."""
+    aligned = not options.causal or q.shape[2] == k.shape[2]
+    is_plain = options.lengths is None and options.window_left is None and not options.softcap
+    return is_plain and options.fixed_shape and aligned
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:

@@ -148,3 +148,13 @@ def _segments(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     token = torch.arange(x.shape[0] * x.shape[2], device=x.device, dtype=cu_seqlens.dtype)
     segment = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return segment.view(x.shape[0], 1, 1, -1), (cu_seqlens[segment + 1] - token).view(x.shape[0], 1, 1, -1)
+
+
+def joined_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Memory for those of q, k and v, each a [B, heads, S, D] view of [B, S, heads, D]: side by side, as a layer's
+    products read and write them, if all are as long and as wide."""
+    if {(x.shape[2], x.shape[3]) for x in (q, k, v)} != {(q.shape[2], q.shape[3])}:
+        return [x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v)]
+    heads = [x.shape[1] for x in (q, k, v)]
+    joined = q.new_empty(q.shape[0], q.shape[2], sum(heads), q.shape[3])
+    return [part.transpose(1, 2) for part in joined.split(heads, dim=2)]

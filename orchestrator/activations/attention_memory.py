@@ -3,6 +3,7 @@ which one that is."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 from pentad.orchestrator.activations.allocations import BYTES, Allocation, Piece
@@ -10,6 +11,8 @@ from pentad.schedules.spec.model import ModelSpec
 
 # Of queries and values, as in kernels/attention/attention_partial.py, on GPUs with as much shared memory as an A100.
 TRITON_HEAD_DIMS, MAX_HEAD_DIM = {(32, 32), (64, 64), (128, 128), (192, 128), (256, 256)}, 256
+# Of cuDNN's deterministic backward, as in kernels/attention/attention_cudnn.py.
+CUDNN_HEAD_DIM, CUDNN_WIDE_HEAD_DIMS, CUDNN_TILE, CUDNN_WORKSPACE = 128, {(192, 128), (256, 256)}, 128, 2 * 2**30
 PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at most this many parts
 
 
@@ -145,10 +148,11 @@ def _kernel(shape: AttentionShape, *, is_plain: bool, has_softcap: bool, backwar
     if piece.device != "cuda" or piece.dtype != "bfloat16" or (has_softcap and not has_triton):
         return "torch"
     in_order = backward and piece.deterministic
+    is_cudnn = in_order_workspace(shape) > 0 if in_order else True
     serving = ["triton"] * has_triton
     if not has_softcap:
         serving.insert(0 if backward and not in_order and shape.value == MAX_HEAD_DIM else 1, "flash")
-    if not in_order and _has_cudnn(piece, is_plain=is_plain):
+    if is_cudnn and _has_cudnn(piece, is_plain=is_plain):
         serving.insert(0, "cudnn")
     chosen = piece.kernels.name
     if chosen == "auto":
@@ -158,7 +162,7 @@ def _kernel(shape: AttentionShape, *, is_plain: bool, has_softcap: bool, backwar
 
 
 def _has_cudnn(piece: Piece, *, is_plain: bool) -> bool:
-    """Whether its kernels serve forward; backward too, unless it has to add in order."""
+    """Whether its kernels serve such calls."""
     return is_plain and not piece.document_mask and piece.slices == 1
 
 
@@ -180,8 +184,35 @@ def _fused_backward(shape: AttentionShape, kernel: str) -> int:
     piece, queries = shape.piece, shape.piece.tokens * shape.heads * shape.query
     kv_gradients = 2 * queries * piece.itemsize if shape.kv_heads < shape.heads else 0
     if kernel == "cudnn":
-        return queries * BYTES["float32"] + kv_gradients
+        return in_order_workspace(shape) if piece.deterministic else queries * BYTES["float32"] + kv_gradients
     if kernel == "triton":
         return 2 * piece.tokens * shape.heads * BYTES["float32"]
     parts = -(-PROCESSORS // (piece.rows * shape.heads)) if piece.deterministic else 1
     return parts * queries * BYTES["float32"] + kv_gradients + _padded_values(shape)
+
+
+def in_order_workspace(shape: AttentionShape, *, whole: bool = False) -> int:
+    """Bytes that cuDNN's deterministic backward takes, with the gradients of all probabilities of a call and those of
+    keys and values for every query head; 0 where it serves no call, or not that of a `whole` piece."""
+    piece, widths = shape.piece, (shape.query, shape.value)
+    is_served = max(widths) <= CUDNN_HEAD_DIM or widths in CUDNN_WIDE_HEAD_DIMS
+    if not piece.kernels.cudnn_frontend or not is_served:
+        return 0
+    length, is_split = shape.kernel_sizes[1], piece.mesh.cp > 1 and not shape.is_exchanged
+    halves = is_split and not whole  # blocks between ranks have half of the queries or keys
+    return max(_workspace_of(shape, keys) for keys in (length, length // 2)[: 1 + halves])
+
+
+def _workspace_of(shape: AttentionShape, keys: int) -> int:
+    """With this many keys."""
+    rows, queries, heads, kv_heads, *_ = shape.kernel_sizes
+    group = heads // kv_heads
+    probabilities = 2 * group * prod(-(-each // CUDNN_TILE) * CUDNN_TILE for each in (queries, keys))
+    parts = _parts(rows, probabilities * kv_heads) * kv_heads or _parts(kv_heads, probabilities)
+    gradients = BYTES["bfloat16"] * group * keys * (shape.query + shape.value) if group > 1 else 0
+    return parts * (probabilities + gradients)
+
+
+def _parts(number: int, size: int) -> int:
+    """The most of these pieces of `size` bytes, a divisor of their number, that have room; 0 if none has."""
+    return next((each for each in range(number, 0, -1) if number % each == 0 and each * size <= CUDNN_WORKSPACE), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from pentad.orchestrator.activations.allocations import Piece, piece_of
-from pentad.orchestrator.activations.attention_memory import attention_shape
+from pentad.orchestrator.activations.attention_memory import CUDNN_WORKSPACE, attention_shape, in_order_workspace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import KernelChoice, KernelTimes
 from pentad.schedules.spec.model import ModelSpec
@@ -72,7 +72,13 @@ def _impossible(plan: Plan) -> str:
     if name == "cudnn":
         is_served = widths == CUDNN_MLA or max(widths) <= CUDNN_HEAD_DIM
         served = f"at most {CUDNN_HEAD_DIM}, in multiples of 8, or {CUDNN_MLA[0]} and {CUDNN_MLA[1]}"
+        adds_in_order, piece = plan.kernels.cudnn_frontend or not plan.deterministic, piece_of(plan)
+        has_room = not plan.deterministic or in_order_workspace(attention_shape(model, piece), whole=True) > 0
         reasons |= {
+            "with precision.deterministic = true, but cuDNN's backward adds in a fixed order on Hopper GPUs alone, with"
+            " nvidia-cudnn-frontend installed": not adds_in_order,
+            f"with precision.deterministic = true and attention to {piece.length} tokens, for which cuDNN needs more"
+            f" than {CUDNN_WORKSPACE >> 30} GiB": adds_in_order and is_served and not has_room,
             f"with precision.compute = {plan.dtype}, but cuDNN's attention has 16 bits": plan.dtype != "bfloat16",
             "with model.custom, whose attention is its own": model.custom is not None,
             "with data.document_mask = true, but cuDNN's attention has no documents": plan.data.document_mask,

@@ -199,9 +199,6 @@ class PrecisionSection(Section):
     run's"""
 
     def rules(self) -> Iterator[Broken]:
-        if self.kernels == "cudnn" and self.deterministic:
-            found = "cudnn with precision.deterministic = true, but cuDNN's backward adds in any order"
-            yield Broken("kernels", "auto or triton, or deterministic = false", found)
         if self.fp8_scaling == "delayed" and self.matmul != "fp8-tensor":
             found = f"delayed with precision.matmul = {self.matmul}"
             yield Broken("fp8_scaling", "current, or matmul = fp8-tensor, which has a scale per tensor", found)

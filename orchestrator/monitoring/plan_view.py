@@ -141,7 +141,7 @@ OPERATIONS = {"grouped_gemm": "experts' products", "grouped_gemm_transposed": "t
 
 def _kernel_facts(plan: Plan) -> dict[str, str]:
     """For the table of `pentad plan`, what GPUs run by configuration or measurement; empty if the usual kernels."""
-    name, measured = plan.kernels
+    name, measured, _ = plan.kernels
     if plan.device == "cpu" or (name == "auto" and not measured):
         return {}
     if name != "auto":

@@ -12,7 +12,7 @@ from pentad.orchestrator.activations.kernel_choice import Shape, kernel_shapes
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import Kind, compute_seconds, guess_costs, kind_of
 from pentad.orchestrator.planning.hardware import gpu_of, links_of, ranks_on_host, rates_for, rates_of
-from pentad.orchestrator.planning.numerics import fp8_spec
+from pentad.orchestrator.planning.numerics import fp8_spec, named_kernels
 from pentad.orchestrator.planning.parameter_collectives import local_parameters
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
@@ -24,7 +24,6 @@ from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.events import acyclic_events
-from pentad.schedules.simulate.rates import KernelChoice
 from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
 from pentad.schedules.spec.mesh import Axis, Mesh
@@ -199,7 +198,7 @@ def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None
         logit_rows=logit_rows(config, mesh, found.dtype),
         expert_slots=slots,
         zero_shards=config.zero.shards or 0,
-        kernels=KernelChoice(config.precision.kernels),
+        kernels=named_kernels(config.precision, gpu),
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import replace
 
 from pentad.orchestrator.activations.allocations import FP8_TILE
 from pentad.orchestrator.activations.kernel_choice import chosen_kernels
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.config.training_sections import PrecisionSection
 from pentad.orchestrator.planning.fp8_costs import in_8_bits, shared_in_8_bits
-from pentad.orchestrator.planning.hardware import kernel_times
+from pentad.orchestrator.planning.hardware import gpu_of, kernel_times
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import KernelChoice, Rates
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
@@ -20,7 +22,8 @@ SCALINGS: dict[str, Scaling] = {"fp8-tensor": "tensor", "fp8-row": "row", "fp8-b
 # Names of GPUs that cannot multiply in 8 bits (before compute capability 8.9), and of those for whose blocks cuBLAS has
 # float32 scales (9.0, Hopper).
 WITHOUT_FP8 = re.compile(r"\b(A\d|V100|P\d|T4|[RG]TX [123]0\d\d|Quadro)")
-WITH_BLOCKS = re.compile(r"\bG?H(100|200|800|20)\b")
+# They are also those on which cuDNN's deterministic backward of attention was measured.
+HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
 
 
 def optimizer_spec(config: RunConfig) -> OptimizerSpec:
@@ -87,7 +90,7 @@ def require_fp8(plan: Plan, gpu: str) -> None:
     matmul = f"precision.matmul is fp8-{plan.fp8.scaling}"
     if plan.device == "cuda" and WITHOUT_FP8.search(gpu):
         raise PentadError(f"{matmul} on {gpu}, which multiplies no 8-bit numbers: expected precision.matmul = compute")
-    if plan.device == "cuda" and gpu and plan.fp8.scaling == "block" and not WITH_BLOCKS.search(gpu):
+    if plan.device == "cuda" and gpu and plan.fp8.scaling == "block" and not HOPPER.search(gpu):
         raise PentadError(f"{matmul} on {gpu}: expected a Hopper GPU, or fp8-tensor, fp8-row or compute")
     if plan.device == "cuda" and plan.dtype == "float64":
         expected = "expected precision.compute = bfloat16 or float32, or precision.matmul = compute"
@@ -102,9 +105,22 @@ def require_fp8(plan: Plan, gpu: str) -> None:
             raise PentadError(f"{matmul}, but {what} is {size}: {expected}")
 
 
+def named_kernels(section: PrecisionSection, gpu: str) -> KernelChoice:
+    """Those of the configuration, before any have been measured, for ranks on this GPU ('': on CPUs), with the
+    libraries of this process."""
+    is_used = section.deterministic and bool(HOPPER.search(gpu)) and has_cudnn_frontend()
+    return KernelChoice(section.kernels, cudnn_frontend=is_used)
+
+
+def has_cudnn_frontend() -> bool:
+    """Whether nvidia-cudnn-frontend is installed."""
+    return importlib.util.find_spec("cudnn") is not None
+
+
 def with_kernels(config: RunConfig, plan: Plan) -> Plan:
     """A plan with the kernels that its ranks use. Raises PentadError for those that they cannot."""
-    plan = replace(plan, kernels=KernelChoice(config.precision.kernels))
+    gpu = gpu_of(config.cluster) if plan.device == "cuda" else ""
+    plan = replace(plan, kernels=named_kernels(config.precision, gpu))
     return replace(plan, kernels=chosen_kernels(plan, kernel_times(config.cluster) if plan.device == "cuda" else ()))
 
 

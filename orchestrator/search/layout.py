@@ -23,7 +23,7 @@ from pentad.orchestrator.planning.cost_model import (
 )
 from pentad.orchestrator.planning.hardware import gpu_of, is_on_host, launched, rates_for
 from pentad.orchestrator.planning.layout import logit_rows, slots_for, split, units_of
-from pentad.orchestrator.planning.numerics import fp8_spec
+from pentad.orchestrator.planning.numerics import fp8_spec, named_kernels
 from pentad.orchestrator.planning.parameter_collectives import (
     gather_seconds,
     local_parameters,
@@ -41,7 +41,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.rates import KernelChoice, Rates
+from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.tensors import LayerRange
@@ -135,7 +135,7 @@ class Work:
             logit_rows=logit_rows(self.config, mesh, self.dtype),
             expert_slots=slots,
             zero_shards=shards,
-            kernels=KernelChoice(self.config.precision.kernels),
+            kernels=named_kernels(self.config.precision, self.gpu),
         )
 
     def layout(

@@ -39,10 +39,12 @@ class KernelTimes:
 
 class KernelChoice(NamedTuple):
     """What ranks use (precision.kernels): 'auto', the `measured` ones by the keys of KernelTimes, and otherwise those
-    that usually are the fastest; or 'torch', 'triton' or 'cudnn'."""
+    that usually are the fastest; or 'torch', 'triton' or 'cudnn'. `cudnn_frontend`: whether these may be cuDNN's
+    deterministic backward of attention, for which ranks need its Python frontend."""
 
     name: str = "auto"
     measured: tuple[tuple[tuple[str | int, ...], str], ...] = ()
+    cudnn_frontend: bool = False
 
     def of(self, key: tuple[str | int, ...]) -> str:
         """The measured one, '' if nothing is known."""

@@ -21,7 +21,7 @@ FOLDERS = ("schedules", "kernels", "workers", "orchestrator")
 NAMESPACE = ROOT / "orchestrator" / "namespace"  # the package `pentad` itself
 MAY_IMPORT = {
     "schedules": {"pyarrow", "numpy", "pentad.schedules"},
-    "kernels": {"torch", "triton", "pentad.kernels"},
+    "kernels": {"cudnn", "torch", "triton", "pentad.kernels"},
     "workers": {
         *("cuda", "fastokens", "jinja2", "numpy", "pyarrow", "pynvml", "safetensors", "tokenizers", "torch"),
         *("pentad.workers", "pentad.schedules", "pentad.kernels"),

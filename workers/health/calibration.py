@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pentad.kernels import backend
 from pentad.workers.health.device_rates import SIZES, Clock, Tensors, measure_device, num_device_timings
 from pentad.workers.health.host_rates import measure_layer, measure_pairs
 from pentad.workers.health.kernel_times import Shape, measure_kernels
@@ -32,6 +33,7 @@ def calibrate(
     the host's seconds for F, B and W of a layer, `pair_layer` and `peer_layer` those on two ranks of a host. `kernels`
     are KernelTimes."""
     device, sizes, size = prepare_device(kind, gpu), SIZES[kind], len(hosts)
+    backend.use_kernels(backend.usual_kernels(device))
     local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     alike = [other for other, host in enumerate(hosts) if hosts[:other].count(host) == hosts[:rank].count(hosts[rank])]
     done, links = 0, (len(local) > 1) + (len(alike) > 1)
@@ -48,9 +50,9 @@ def calibrate(
     store: dist.Store | None = None
     if size > 1:
         store = join_store(address, size, TIMEOUT)
-        backend, bound = ("nccl", device) if kind == "cuda" else ("gloo", None)
+        links_by, bound = ("nccl", device) if kind == "cuda" else ("gloo", None)
         timeout = timedelta(seconds=TIMEOUT)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
+        dist.init_process_group(links_by, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
     clock = Clock(device, sizes.seconds, report)
     found = measure_device(sizes, device, clock)
     found["kernels"] = measure_kernels(kernels, Tensors.of(device), Clock(device, sizes.seconds, lambda: None), report)

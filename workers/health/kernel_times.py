@@ -16,7 +16,7 @@ from pentad.kernels.attention.attention_partial import (
 )
 from pentad.kernels.attention.attention_reference import AttentionOptions, softmax_scale
 from pentad.kernels.attention.packed_runs import PackedLengths
-from pentad.kernels.backend import KernelKey, KernelsInUse, use_kernels
+from pentad.kernels.backend import KernelKey, KernelsInUse, has_cudnn_frontend, use_kernels
 from pentad.kernels.moe.grouped_gemm import grouped_gemm
 from pentad.workers.health.device_rates import Clock, Tensors, Work, routed_offsets
 
@@ -39,7 +39,7 @@ def measure_kernels(
         call = (_grouped if op.startswith("grouped") else _attention)(op, sizes, new)
         seconds = []
         for kernel in call.serving:
-            before = use_kernels(KernelsInUse(measured={call.key: kernel}))
+            before = use_kernels(KernelsInUse(measured={call.key: kernel}, cudnn_frontend=has_cudnn_frontend()))
             try:
                 seconds.append((kernel, clock.seconds(call.work)))
             finally:

@@ -12,7 +12,6 @@ from pentad.schedules.spec.zero_layout import replicas
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.expert_parallel import ExpertSlots
 from pentad.workers.params import optimizer
-from pentad.workers.params.param_buffers import ParamBuffers
 
 
 class StepTotals:
@@ -40,34 +39,21 @@ class StepTotals:
         size = self.overflow_at + 1 + self.num_sources + 1
         self.values = torch.zeros(size, dtype=torch.float64, device=next(iter(stages.values())).device)
         self.own_counts = self.values[-self.num_sources - 1 :].clone()
-        # A CPU's host would wait for the reduction; tensor ranks and tied embeddings add up more at the end of a step.
-        self.sums_beside_backward = self.values.is_cuda and plan.mesh.tp == 1 and not plan.is_tied
-        self.squares = self.values.new_zeros(len(plan.param_shards_of(rank)))  # of this rank's shards, in their order
-        self.summed = set[ParamShard]()  # whose entries of `squares` are those of the step
 
     def begin(self, counts: torch.Tensor) -> None:
         """`counts` [sources + 1] are those of the rank's `Batch`."""
         self.own_counts = counts
-        self.summed.clear()
-
-    def sum_squares(self, stage: int) -> None:
-        """Where that is possible before the end of a step: the squares of a stage's gradients, which are those of the
-        step once the current stream comes here."""
-        for index, shard in enumerate(self.plan.param_shards_of(self.rank) if self.sums_beside_backward else ()):
-            if shard.stage == stage and shard in self.counted:
-                self.squares[index] = self._square(shard)
-                self.summed.add(shard)
 
     def fill(self) -> torch.Tensor:
         """This rank's entries, zeros elsewhere. The first of the replicas of a shard contributes its square."""
         self.values.zero_()
         at = self.at
-        for index, shard in enumerate(self.plan.param_shards_of(self.rank)):
-            buffers = self._buffers(shard)
+        for shard in self.plan.param_shards_of(self.rank):
+            buffers = self.stages[shard.stage].param_buffers[shard.experts]
             buffers.replicated.reduce(self.stages[shard.stage].layer_context.tp.group)
             if shard in self.counted:
                 at_part = self.first_square[shard] + buffers.parameters.layout.shard_index
-                self.values[at_part] = self.squares[index] if shard in self.summed else self._square(shard)
+                self.values[at_part] = optimizer.square_sum(buffers.parameters, buffers.replicated.counted)
         replica = at.dp * self.plan.mesh.ep + at.ep
         for stage in self.stages.values() if at.tp == 0 else ():
             self._squared_lse(self.values)[replica, at.cp, at.pp] += stage.squared_lse
@@ -103,13 +89,6 @@ class StepTotals:
         """A scalar, 0 without target tokens."""
         first = -self.num_sources - 1  # of the counts
         return losses[:first].sum() / losses[first:-1].sum().clamp(min=1)
-
-    def _buffers(self, shard: ParamShard) -> ParamBuffers:
-        return self.stages[shard.stage].param_buffers[shard.experts]
-
-    def _square(self, shard: ParamShard) -> torch.Tensor:
-        buffers = self._buffers(shard)
-        return optimizer.square_sum(buffers.parameters, buffers.replicated.counted)
 
     def _counts(self, totals: torch.Tensor) -> torch.Tensor:
         return totals[-self.num_sources - 1 :]

@@ -350,16 +350,14 @@ class Executor:
         self.sent.clear()
 
     def _reduce(self, part: Instruction) -> None:
-        """Adds up a stage's gradients; once they are those of the step, also their squares, beside other backwards."""
+        """Adds up a stage's gradients over its holders."""
         self._complete_gradients(part, part.stage)
-        is_last = part.key in self._running.last_reductions
         if part.op is Op.REDUCE_SCATTER:
+            is_last = part.key in self._running.last_reductions
             works = self.shards.scatter(part, self.collectives, is_last=is_last)
         else:
             works = self.shards.all_reduce(part, self.groups)
         self.lanes.end_with(part, works)
-        if is_last:
-            self.optimizer_step.totals.sum_squares(part.stage)
 
     def _rows(self, part: Instruction) -> int | None:
         """The rows of the residual stream that a transfer brings; None: as many as always."""

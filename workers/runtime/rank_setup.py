@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.kernels import backend
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import instructions_of
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
@@ -95,8 +97,12 @@ def prepare_device(kind: str, gpu: int, *, graphs: bool = False) -> torch.device
 
 
 def use_kernels(plan: Plan) -> None:
-    """Those of the plan, in this process."""
-    backend.use_kernels(backend.KernelsInUse(plan.kernels.name, dict(plan.kernels.measured)))
+    """Those of the plan, in this process. Raises PentadError if it lacks a library that they need."""
+    kernels = plan.kernels
+    if kernels.cudnn_frontend and importlib.util.find_spec("cudnn") is None:
+        missing = "nvidia-cudnn-frontend is not installed on this rank, but where the plan was made"
+        raise PentadError(f"{missing}: expected it on all nodes, or precision.kernels = triton")
+    backend.use_kernels(backend.KernelsInUse(kernels.name, dict(kernels.measured), kernels.cudnn_frontend))
 
 
 def reserve(

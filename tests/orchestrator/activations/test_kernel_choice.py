@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import Pentad
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
+from pentad.kernels.attention.attention_cudnn import part_of
 from pentad.orchestrator.activations.activation_memory import sublayers
-from pentad.orchestrator.activations.allocations import piece_of
+from pentad.orchestrator.activations.allocations import Piece, piece_of
+from pentad.orchestrator.activations.attention_memory import AttentionShape, in_order_workspace
 from pentad.orchestrator.activations.kernel_choice import kernel_shapes
 from pentad.orchestrator.calibration.calibrate import with_earlier
 from pentad.orchestrator.calibration.view import show_table
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.gpus.rate_table import RateTable, read_table, write_table
 from pentad.orchestrator.monitoring.plan_view import facts_table
+from pentad.orchestrator.planning import numerics
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.hardware import rates_of
 from pentad.orchestrator.planning.layout import shapes_of
@@ -62,6 +68,7 @@ REFUSED = [
     ("cudnn", (ANY_ORDER, "data.document_mask=true"), "cuda", "with data.document_mask = true, but cuDNN's"),
     ("cudnn", (ANY_ORDER, "model.family=mistral", "model.sliding_window=8"), "cuda", "with sliding windows"),
     ("cudnn", (ANY_ORDER, "schedule.name=seq-1f1b"), "cuda", "with schedule.name = seq-1f1b, but cuDNN's"),
+    ("cudnn", (), "cuda", "with precision.deterministic = true, but cuDNN's backward adds in a fixed order on Hopper"),
     ("cudnn", (ANY_ORDER, "model.heads=4"), "cuda", "with heads of 256 and values of 256, but cuDNN's are of at most"),
 ]
 
@@ -81,7 +88,6 @@ def test_kernels_that_ranks_do_not_have_are_refused(
     ("overrides", "sentence"),
     [
         (("precision.kernels=cuda",), "precision.kernels is 'cuda': expected one of auto, torch, triton or cudnn"),
-        (("precision.kernels=cudnn",), "precision.kernels is cudnn with precision.deterministic = true, but cuDNN's"),
         (("kernels=torch",), "kernels is unknown; did you mean precision.kernels?"),
     ],
 )
@@ -100,6 +106,54 @@ def test_ranks_may_have_any_kernels_that_serve_them() -> None:
         assert plan.kernels == KernelChoice("cudnn")
     latent = plan_with("precision.kernels=cudnn", ANY_ORDER, *LATENT)
     assert latent.kernels.name == "cudnn"
+
+
+@pytest.fixture
+def frontend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "has_cudnn_frontend", lambda: True)
+
+
+@pytest.mark.usefixtures("frontend")
+def test_cudnn_adds_in_order_on_hopper_where_its_frontend_is_installed() -> None:
+    assert plan_with().kernels == KernelChoice(cudnn_frontend=True)
+    assert plan_with("precision.kernels=cudnn").kernels == KernelChoice("cudnn", cudnn_frontend=True)
+    for others in ((ANY_ORDER,), ("cluster.gpu=NVIDIA A100-SXM4-80GB",)):
+        assert plan_with(*others).kernels == KernelChoice()
+    assert plan_with(device="cpu").kernels == KernelChoice()
+    with pytest.raises(
+        PentadError, match=r"^precision\.kernels is cudnn with .* attention to 65536 tokens, .* 2 GiB: exp"
+    ):
+        plan_with("precision.kernels=cudnn", "batch.sequence_length=65536")
+
+
+SHAPES = st.tuples(
+    st.sampled_from([1, 2, 3, 8]),
+    st.sampled_from([64, 1000, 2048, 4096, 8192, 16384, 32768]),
+    st.sampled_from([(1, 1), (4, 4), (8, 2), (32, 8)]),
+    st.sampled_from([(64, 64), (128, 128), (192, 128), (256, 256), (160, 160)]),
+)
+
+
+@given(sizes=SHAPES)
+def test_plans_have_room_for_the_parts_in_which_cudnn_adds_in_order(sizes: tuple[Any, ...]) -> None:
+    rows, length, (heads, kv_heads), (width, value) = sizes
+    piece = Piece(rows, length, "bfloat16", "cuda", kernels=KernelChoice(cudnn_frontend=True))
+    found = in_order_workspace(AttentionShape(piece, heads, kv_heads, width, value, 0))
+    tensors = (
+        torch.empty(rows, n, length, w, device="meta")
+        for n, w in ((heads, width), (kv_heads, width), (kv_heads, value))
+    )
+    part = part_of(*tensors)
+    if part is None:
+        assert found == 0
+        return
+    count, tiles = part.rows * part.kv_heads * (heads // kv_heads), -(-length // 128) * 128
+    gradients = count * length * (width + value) * 2 if heads > kv_heads else 0
+    assert found == 2 * count * tiles**2 + gradients
+    assert (
+        in_order_workspace(AttentionShape(piece._replace(kernels=KernelChoice()), heads, kv_heads, width, value, 0))
+        == 0
+    )
 
 
 def test_references_wait_for_the_gpu_which_graphs_cannot() -> None:

@@ -17,6 +17,7 @@ from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.kernels.backend import KernelKey, KernelsInUse, choose_kernel, kernels_name, use_kernels
 from pentad.orchestrator.activations.allocations import piece_of
 from pentad.orchestrator.activations.kernel_choice import kernel_shapes
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import KernelChoice, KernelTimes
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.health import kernel_times
@@ -24,6 +25,7 @@ from pentad.workers.health.device_rates import Clock, Tensors
 from pentad.workers.health.kernel_times import measure_kernels
 from pentad.workers.linear import grouped_linear
 from pentad.workers.parallel import context_parallel
+from pentad.workers.runtime import rank_setup
 from pentad.workers.runtime.runner import Runner
 
 pytest.importorskip("triton")
@@ -99,6 +101,14 @@ def test_the_calls_of_a_run_have_the_keys_of_those_that_are_planned(
     run_one_step(plan, tmp_path)
     piece = piece_of(plan)._replace(device="cuda", dtype="bfloat16")
     assert found == {KernelTimes(*shape, ()).key for shape in kernel_shapes(plan.model, piece)}
+
+
+def test_a_rank_without_a_library_of_its_plan_says_so(corpus: str) -> None:
+    plan = replace(plan_of("1f1b", 1, 1, 2, corpus), kernels=KernelChoice(cudnn_frontend=True))
+    with pytest.raises(
+        PentadError, match=r"^nvidia-cudnn-frontend is not installed on this rank, .*: expected it on all"
+    ):
+        rank_setup.use_kernels(plan)
 
 
 def test_a_rank_uses_what_its_newest_plan_says(corpus: str, tmp_path: Path) -> None:
