@@ -63,8 +63,8 @@ def _for_cublas(a: Fp8Tensor, other: Fp8Tensor) -> tuple[Tensor, ScalingType]:
         return a.scales.view(1), ScalingType.TensorWise
     if across == other.scales.shape[1] == 1 and k != TILE:
         return a.scales, ScalingType.RowWise
-    if down == m:
-        return a.scales, ScalingType.BlockWise1x128
+    if down == m:  # cuBLAS checks the stride of a single column, too, which torch leaves open
+        return a.scales.as_strided((m, across), (1, m)), ScalingType.BlockWise1x128
     padded = a.scales.new_zeros(down, -(-across // SCALE_ROWS) * SCALE_ROWS)
     padded[:, :across] = a.scales
     return padded.t(), ScalingType.BlockWise128x128
