@@ -138,7 +138,6 @@ def _serve(end: Connection, *_: object) -> None:
     faulthandler.enable()
     row_slots.TILE_TOKENS = TILE
     muon.ROUND_ELEMENTS = 512  # small models then have several rounds
-    host_state.PIECE_ELEMENTS = 512  # and several pieces
     while True:
         try:
             order = end.recv()
@@ -147,8 +146,10 @@ def _serve(end: Connection, *_: object) -> None:
         if isinstance(order, str):  # the address, sent after this rank has failed
             continue
         try:
-            if order[0].device == "cpu" and order[0].transport == "peer":
-                copy_on_cpus()
+            if order[0].device == "cpu":
+                host_state.PIECE_ELEMENTS = 512  # and several pieces
+                if order[0].transport == "peer":
+                    copy_on_cpus()
             faulthandler.dump_traceback_later(80)
             send(end, _run(end, *order))
             faulthandler.cancel_dump_traceback_later()
