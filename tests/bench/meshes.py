@@ -65,19 +65,21 @@ def measure(ranks: Ranks, path: str, overrides: list[str], device: Device, warmu
 
 
 def train(connection: Connection, plan: Plan, rank: int) -> Any:
-    """(results of the steps, peak of allocated bytes, bytes used of the device at the end, device name, its clocks)."""
+    """(results of the steps, bytes allocated before they begin and at their peak, bytes used of the device at the end,
+    device name, its clocks)."""
     steps = plan.optimizer.learning_rate.decay_steps
+    before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0  # of the run before: nothing
     with connected(connection, plan, rank) as runner:
         if plan.device == "cpu":
-            return runner.run(0, steps), 0, 0, "CPU", []
+            return runner.run(0, steps), 0, 0, 0, "CPU", []
         with sampled(torch.cuda.current_device()) as samples:
             results = runner.run(0, steps)
     free, total = torch.cuda.mem_get_info()
-    return results, torch.cuda.max_memory_allocated(), total - free, torch.cuda.get_device_name(), samples
+    return results, before, torch.cuda.max_memory_allocated(), total - free, torch.cuda.get_device_name(), samples
 
 
 def summarize(plan: Plan, answers: list[Any], warmup: int = WARMUP) -> dict[str, Any]:
-    results, peaks, used, devices, samples = zip(*answers, strict=True)
+    results, before, peaks, used, devices, samples = zip(*answers, strict=True)
     steps = plan.optimizer.learning_rate.decay_steps
     starts = [min(span.start for its in results for span in its[step].spans) for step in range(steps)]
     end = max(span.end for its in results for span in its[-1].spans)
@@ -102,6 +104,7 @@ def summarize(plan: Plan, answers: list[Any], warmup: int = WARMUP) -> dict[str,
         "mfu": mfu(tokens_per_second, plan, devices[0]),
         **simulated(plan, [tuple(span for its in results for span in its[step].spans) for step in timed]),
         "clocks": [clocks(its, starts[warmup], end) for its in samples],
+        "before_gib": round(max(before) / 2**30, 2),
         "peak_gib": round(peaks[fullest] / 2**30, 2),
         "used_gib": round(max(used) / 2**30, 2),
         "planned_gib": round(planned[fullest] / 2**30, 2),
