@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,25 @@ def test_a_rank_whose_peer_is_lost_under_zero_is_freed(workers, corpus, fault, z
         call_all(ranks, "close")
     assert losses == expected[0]
     assert all(torch.equal(state[key], value) for key, value in expected[1].items())
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_whose_graphs_have_kernels_of_nccl_is_freed(workers, corpus, fault):
+    """NCCL aborts no communicator before they are gone."""
+    plan = on_gpu(plan_of("1f1b", 1, 1, 2, corpus, tp=2, model=WIDE), "nccl", "bfloat16")
+    with ranks_of(workers, 2) as ranks:
+        start_run(ranks, replace(plan, cuda_graphs=True))
+        asked = [rank.call("run", 0, 10_000) for rank in ranks]
+        ranks[1].wait_for_step(9)
+        ranks[1].signal(fault)
+        time.sleep(0.3)
+        for method in ("fence", "abort"):
+            ranks[0].answer(ranks[0].call_now(method), 10.0)
+        with pytest.raises(Aborted):
+            ranks[0].answer(asked[0])
+        assert ranks[0].answer(ranks[0].call("leave"), 5.0).version >= 8
+        ranks[1].stop()
+        ranks[1] = WorkerProcess()
 
 
 @pytest.mark.sampled(2)

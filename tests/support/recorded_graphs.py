@@ -119,6 +119,9 @@ class RecordedMemory:
         self.recorded[storage_id(tensor)] += 1
         return tensor.detach()
 
+    def release(self) -> None:
+        self.graphs.clear()
+
     def add(self, calls: list[Call]) -> None:
         self.tensors |= {storage_id(each): each for call in calls for each in call.results.values()}
         self.recorded.update(storage_id(each) for call in calls for each in call.tensors())

@@ -345,6 +345,9 @@ class Prefetcher(Generic[T]):
                 self.loading = -1
                 if step >= self.requested and step + 1 == self.next_step:  # else it was left behind by a jump
                     self.ready[step] = found
+                # Only whoever gets it may free it: pinned memory that this thread frees while the other one captures a
+                # CUDA graph ends the capture.
+                del found
                 self.changed.notify_all()
 
     def _has_room(self) -> bool:

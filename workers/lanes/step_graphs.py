@@ -42,6 +42,9 @@ class GraphMemory(Protocol):
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, which this does not keep from being freed."""
 
+    def release(self) -> None:
+        """Frees what it holds of graphs."""
+
 
 class StepGraphs:
     """The graphs of a rank's steps. `run` and `made` are called in the same order, with the same places, in all steps
@@ -75,6 +78,12 @@ class StepGraphs:
             self.complete.add(self.key)
         elif self.mode == "issue" and self.key is not None:
             self.issued.append(self.key)
+
+    def release(self) -> None:
+        """Frees all graphs, once no step counts any more. From any thread. NCCL closes no communicator, nor aborts
+        one, before the graphs that have its kernels are gone."""
+        self.captured.clear()
+        self.memory.release()
 
     def run(self, place: Hashable, work: Callable[[], None]) -> None:
         """Launches what `work` enqueues, in a step that is captured or launched."""
@@ -125,6 +134,9 @@ class CudaGraphMemory:
 
     def allocating(self) -> AbstractContextManager[None]:
         return torch.cuda.use_mem_pool(self.pool)
+
+    def release(self) -> None:
+        self.first = None
 
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.is_contiguous()

@@ -145,13 +145,14 @@ def channel_of(part: Instruction, rank: int, peer: int) -> Channel:
     return (part.op, rank, peer) if part.op in SENDS else (RECEIVES[part.op], peer, rank)
 
 
-def abort_nccl() -> None:
+def abort_nccl(release_graphs: Callable[[], None]) -> None:
     """Aborts every NCCL communicator of this process, in parallel: each abort waits for the device, and so for the
-    kernels of the others. From any thread."""
+    kernels of the others, and for the graphs that have its own. From any thread."""
     is_between = batching.acquire(timeout=BATCH_SECONDS)
     threads = [threading.Thread(target=group.abort) for group in list(dist.distributed_c10d._world.pg_map)]
     for thread in threads:
         thread.start()
+    release_graphs()  # only now, as the driver may wait for kernels that an abort ends
     for thread in threads:
         thread.join()
     dist.distributed_c10d._abort_process_group()

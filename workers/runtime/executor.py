@@ -130,8 +130,8 @@ class Executor:
 
     def close(self) -> None:
         self.graphs = None  # and their memory
-        rows = self.groups.layers.rows
-        for each in (self.activations, self.optimizer_step, self.collectives, *rows, self.transport):
+        ends = self.activations, self.optimizer_step, self.collectives, *self.groups.layers.rows, self.transport
+        for each in ends:
             each.close()
 
     def validate(self) -> bool:
@@ -353,8 +353,7 @@ class Executor:
         """Adds up a stage's gradients over its holders."""
         self._complete_gradients(part, part.stage)
         if part.op is Op.REDUCE_SCATTER:
-            is_last = part.key in self._running.last_reductions
-            works = self.shards.scatter(part, self.collectives, is_last=is_last)
+            works = self.shards.scatter(part, self.collectives, is_last=part.key in self._running.last_reductions)
         else:
             works = self.shards.all_reduce(part, self.groups)
         self.lanes.end_with(part, works)

@@ -99,9 +99,8 @@ class Runner:
         self.expert_slots: int = previous.expert_slots if previous else 0  # of the newest generation
         self.evaluations: deque[Evaluation] = deque(previous.evaluations if previous else (), maxlen=CALLS_KEPT)
         self.gpu_position = GpuPosition()
-        earlier = previous.reservation if previous else None
-        reserve = partial(rank_setup.reserve, plan, self.device, self.snapshots, self.replicator)
-        self.reservation: Reservation = in_background(partial(reserve, self.state.files(), earlier))
+        reserve = partial(rank_setup.reserve, plan, self.device, self.snapshots, self.replicator, self.state.files())
+        self.reservation: Reservation = in_background(partial(reserve, previous.reservation if previous else None))
         self.store: dist.TCPStore | None = None
         self.thread = AbandonableThread(self.fence_flag) if self.device.type == "cpu" else None
         self.sockets: SocketRegistry | None = None
@@ -274,8 +273,7 @@ class Runner:
         """Ends the generation: no further step is committed, and the train thread is freed. From any thread.
         On a GPU, only `abort` frees a train thread that waits for a collective."""
         self.fence_flag.set()
-        executor = self.executor
-        if executor is not None and isinstance(executor.lanes, CudaStreams):
+        if (executor := self.executor) is not None and isinstance(executor.lanes, CudaStreams):
             executor.optimizer_step.cancel()  # first: no step may count that runs after the release
             executor.transport.release()
             executor.lanes.progress.drain(longest_instruction(tuple(self.recent_calls)))
@@ -289,7 +287,7 @@ class Runner:
     def abort(self) -> None:
         """Aborts the collectives of a fenced GPU, once all ranks are fenced."""
         if self.device.type == "cuda" and dist.is_initialized():
-            abort_nccl()
+            abort_nccl(self._release_graphs)
 
     def leave(self) -> RankSnapshot:
         """After `fence`, on the train thread: releases the communicators and returns a snapshot of this rank."""
@@ -300,10 +298,10 @@ class Runner:
             end = self.executor.optimizer_step
             self.state.version, norm, ready = int(end.version), float(end.norm), end.is_ready
         self.close()
-        known = (result for call in (*self.recent_calls, self.unreported) for result in call)
-        results = tuple(result for result in known if result.step < self.state.version)
-        losses = self.newest_losses[1] if self.newest_losses[0] == self.state.version - 1 else ()
-        return RankSnapshot(self.state.version, ready, norm, results, losses, tuple(self.evaluations))
+        calls, version = (*self.recent_calls, self.unreported), self.state.version
+        results = tuple(result for call in calls for result in call if result.step < version)
+        losses = self.newest_losses[1] if self.newest_losses[0] == version - 1 else ()
+        return RankSnapshot(version, ready, norm, results, losses, tuple(self.evaluations))
 
     def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         """After `leave`: commits the step that lacked only its global norm."""
@@ -317,10 +315,15 @@ class Runner:
             each.close()
         if self.thread is not None:
             self.thread.close()
+        self._release_graphs()
         if dist.is_initialized():
             destroy_groups(beside=self.thread is not None and self.fence_flag.is_set)
         if self.executor is not None:
             self.executor.close()
+
+    def _release_graphs(self) -> None:
+        if self.executor is not None and self.executor.graphs is not None:
+            self.executor.graphs.release()
 
     @property
     def _connected(self) -> Executor:
@@ -336,9 +339,8 @@ class Runner:
         """Once all ranks have read their parts of the state of `step` steps, they share them."""
         with self.fence_flag.guard():
             problem = read()
-            is_whole = share(self.state, self._connected.groups, has_read=problem is None)
-        if is_whole:
-            self._set_version(step)
+            if share(self.state, self._connected.groups, has_read=problem is None):
+                self._set_version(step)
         return problem
 
     def _set_version(self, version: int) -> None:
@@ -390,8 +392,7 @@ class Runner:
         for each, its_times in zip(committed, times, strict=False):
             if self.rejected is None and not each.has_room:
                 self.rejected = each.step
-            waited = self.data_wait_seconds.pop(each.step, 0.0)
-            seen = waited, self.profiler.take(each.step)
+            seen = self.data_wait_seconds.pop(each.step, 0.0), self.profiler.take(each.step)
             result = step_result(self._connected, self.plan, self.rank, each, its_times, *seen)
             if self.rejected is None:
                 self.newest_losses = each.step, tuple(each.losses.tolist())

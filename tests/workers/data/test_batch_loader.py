@@ -91,6 +91,18 @@ def test_a_step_that_cannot_be_loaded_raises_when_it_is_due_and_can_be_tried_aga
     assert [made[0].get(step, nothing) for step in (2, 3)] == [2, 3]
 
 
+def test_what_was_got_is_freed_by_whoever_got_it(made: list) -> None:
+    class Loaded:
+        pass
+
+    made.append(Prefetcher(lambda step: Loaded(), lambda _: 1, 100))
+    for step in range(20):
+        found = made[0].get(step, nothing)
+        is_alive = weakref.ref(found)
+        del found
+        assert is_alive() is None
+
+
 def test_whoever_waits_can_be_aborted(made: list) -> None:
     release = threading.Event()
     made.append(Prefetcher(lambda step: release.wait(20) and step, lambda _: 1, 1))

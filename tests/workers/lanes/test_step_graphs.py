@@ -3,14 +3,20 @@ captured refers to nothing that another step would find elsewhere or changed."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from bits import same_bits
 from plans import SHALLOW, plan_of
+from recorded_graphs import RecordedMemory
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.lanes.step_graphs import StepGraphs
+from pentad.workers.runtime import runner as runner_module
+from pentad.workers.runtime.runner import Runner
 
 pytestmark = pytest.mark.timeout(180)
 slow = pytest.mark.slow
@@ -43,3 +49,23 @@ def test_launched_steps_have_the_bits_of_issued_ones(fleet, corpus, name: str, s
     for a, b in zip(issued, launched, strict=True):
         assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
         assert same_bits(a.state, b.state)
+
+
+def test_graphs_are_freed_before_communicators_are_closed(corpus, tmp_path) -> None:
+    """NCCL waits for those that have its kernels."""
+    runner, memory = Runner(plan_of("1f1b", 1, 1, 2, corpus), 0, tmp_path / "progress"), RecordedMemory()
+    try:
+        runner.connect(runner.serve("127.0.0.1", 30), 30)
+        runner._connected.graphs = StepGraphs(memory)
+        runner.restore(None)
+        runner.run(0, STEPS)
+        graphs, found = [weakref.ref(graph) for graph in memory.graphs], list[bool]()
+
+        def destroy_groups(*, beside: bool) -> None:
+            found.append(any(graph() is not None for graph in graphs))
+
+        with patch.object(runner_module, "destroy_groups", destroy_groups):
+            runner.close()
+    finally:
+        runner.close()
+    assert graphs and found == [False]
