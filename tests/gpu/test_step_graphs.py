@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from plans import SHALLOW, plan_of
 from small_models import MOE
 
 from pentad.schedules.compiler import NO_MEMORY_OPTIONS
+from pentad.schedules.simulate.rates import KernelChoice
+from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.lanes.step_graphs import CudaGraphMemory
@@ -22,6 +25,7 @@ from pentad.workers.runtime.runner import Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90 * RANKS_A_GPU)]
 STEPS = 9
+WIDE_HEADS = ModelSpec(layers=2, hidden=512, heads=4, kv_heads=2, ffn=512, vocab=300)
 SIZES: list[tuple[str, dict[str, Any]]] = [
     ("1f1b", {"pp": 2, "microbatches": 4}),
     ("zb-h2", {"pp": 2, "microbatches": 4, "post_validation": True}),
@@ -46,6 +50,19 @@ def test_launched_steps_have_the_bits_of_issued_ones(gpus, corpus, name, sizes, 
     for a, b in zip(issued, launched, strict=True):
         assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
         assert same_bits(a.state, b.state)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cudnn") is None, reason="needs nvidia-cudnn-frontend")
+def test_launched_steps_with_cudnn_s_own_backward_have_the_bits_of_issued_ones(gpus, corpus):
+    plan = on_gpu(plan_of("1f1b", 1, 1, 2, corpus, model=WIDE_HEADS), "nccl", "bfloat16")
+    batch = replace(plan.batch, sequence_length=256)
+    plan, calls = replace(plan, batch=batch, kernels=KernelChoice(cudnn_frontend=True)), [(0, 5), (5, STEPS - 5)]
+    issued, launched, ours = (
+        gpus.run(each, calls)[0]
+        for each in (plan, replace(plan, cuda_graphs=True), replace(plan, kernels=KernelChoice("triton")))
+    )
+    assert [(r.losses, r.grad_norm) for r in issued.results] == [(r.losses, r.grad_norm) for r in launched.results]
+    assert same_bits(issued.state, launched.state) and not same_bits(issued.state, ours.state)
 
 
 def test_nothing_is_collected_while_a_graph_is_captured():
