@@ -8,17 +8,20 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from pentad.orchestrator.doctor.finding import Finding, Subject
+from pentad.orchestrator.planning.numerics import HOPPER
 from pentad.schedules.ir.errors import enumerated
 from pentad.workers.health.gpu_facts import Driver, read_driver
 
 # The lowest that work, as in pyproject.toml. Triton has no build for some machines, which then have no GPU kernels.
 WANTED = {"Python": "3.11", "torch": "2.11", "triton": "3.6", "ray": "2.50"}
+FRONTEND = "nvidia-cudnn-frontend"  # which pentad does without, but more slowly
 _INSTALL = "install pentad again with its dependencies: `make`"
 
 
 def examine_versions(subject: Subject) -> Finding:
     found: dict[str, str | None] = {"Python": platform.python_version()}
-    for name in list(WANTED)[1:]:
+    in_order = subject.config.precision.deterministic and any(HOPPER.search(gpu.name) for gpu in subject.gpus)
+    for name in (*list(WANTED)[1:], *[FRONTEND] * in_order):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -33,14 +36,16 @@ def examine_driver(_: Subject) -> Finding:
 
 
 def judge_versions(found: Mapping[str, str | None], *, has_gpus: bool) -> Finding:
-    """By package; None: not installed."""
+    """By package; None: not installed. FRONTEND is among them where attention would use it."""
     figures = {"versions": dict(found)}
     text = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
-    missing = [name for name, number in found.items() if number is None and (name != "triton" or has_gpus)]
-    old = [n for n, number in found.items() if number is not None and _numbers(number) < _numbers(WANTED[n])]
-    if missing or old:
-        needed = enumerated([f"{name} {WANTED[name]}" for name in (*missing, *old)])
-        return Finding("failure", f"{text}: expected at least {needed}", _INSTALL, figures)
+    needed = {name: least for name, least in WANTED.items() if name != "triton" or has_gpus or found[name]}
+    wrong = [f"{name} {least}" for name, least in needed.items() if _numbers(found[name] or "") < _numbers(least)]
+    if wrong:
+        return Finding("failure", f"{text}: expected at least {enumerated(wrong)}", _INSTALL, figures)
+    if found.get(FRONTEND, "") is None:
+        slower = "attention's backward is deterministic (precision.deterministic), and faster with it"
+        return Finding("warning", f"{text}: {slower}", "pip install 'pentad[cudnn]' on all nodes", figures)
     return Finding("ok", text, figures=figures)
 
 

@@ -18,7 +18,7 @@ from pentad.orchestrator.doctor.host import judge_memory as judge_host_memory
 from pentad.orchestrator.doctor.links import examine_links, judge_links, seconds_of_links, usual_bandwidth
 from pentad.orchestrator.doctor.nccl import judge_variables
 from pentad.orchestrator.doctor.probe import ProbeError
-from pentad.orchestrator.doctor.versions import WANTED, judge_driver, judge_versions
+from pentad.orchestrator.doctor.versions import FRONTEND, WANTED, judge_driver, judge_versions
 from pentad.orchestrator.planning import fit
 from pentad.workers.health.gpu_facts import Driver, GpuFacts
 from pentad.workers.health.results import Burned, Link
@@ -59,6 +59,8 @@ CASES = {
     "old torch": (judge_versions({**FOUND, "torch": "2.9.1+cu128"}, has_gpus=True), "failure", "at least torch 2.11"),
     "no triton": (judge_versions({**FOUND, "triton": None}, has_gpus=True), "failure", "at least triton 3.6"),
     "no triton on CPUs": (judge_versions({**FOUND, "triton": None}, has_gpus=False), "ok", "triton missing"),
+    "a frontend": (judge_versions({**FOUND, FRONTEND: "1.32.0"}, has_gpus=True), "ok", "nvidia-cudnn-frontend 1.32"),
+    "no frontend": (judge_versions({**FOUND, FRONTEND: None}, has_gpus=True), "warning", "faster with it"),
     "driver": (judge_driver(DRIVER, "13.2"), "ok", "580.82 for CUDA 13.0"),
     "old driver": (judge_driver(Driver("570.1", (12, 8)), "13.0"), "failure", "built for CUDA 13.0"),
     "torch for CPUs": (judge_driver(DRIVER, None), "failure", "built without CUDA"),
