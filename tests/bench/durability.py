@@ -34,13 +34,14 @@ from record import record
 from worker_processes import WorkerProcess, call_all, start_run
 
 from pentad.orchestrator.config.config import load
+from pentad.orchestrator.control.control_client import connect
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.spec.tensors import num_parameters
 from pentad.workers.checkpoint.checkpoint import folder_of
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("nothing", "copy", "checkpoint")
+KINDS = ("copy", "checkpoint")
 SECONDS = 240.0  # for one answer: the first step compiles kernels
 COST = [
     *("run.name=cost", "model.layers=4", "mesh.tp=1", "mesh.dp=2", "zero.stage=1", "schedule.microbatches=8"),
@@ -94,33 +95,34 @@ class Trial:
 def cost(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """Every kind makes its first one before anything counts: it allocates memory."""
     config = load(ROOT / "deploy" / "jobs" / "llama-8b.yaml", [*COST, *overrides])
+    kinds = ("nothing", *args.kinds)
     plan = replace(make_plan(config, config.cluster.device), replicate_every=args.steps)
     ranks, rows, began = [WorkerProcess() for _ in range(plan.mesh.size)], list[dict[str, Any]](), time.monotonic()
     try:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             trial = Trial(ranks, plan, args.steps, Path(folder, "checkpoints"))
-            for kind in KINDS:
+            for kind in kinds:
                 trial.run(kind)
-            while len(rows) < args.rounds * len(KINDS) and time.monotonic() < began + args.seconds:
-                rows += [trial.run(kind) for kind in KINDS]
+            while len(rows) < args.rounds * len(kinds) and time.monotonic() < began + args.seconds:
+                rows += [trial.run(kind) for kind in kinds]
     finally:
         for worker in ranks:
             worker.stop()
-    steps = {kind: [row["seconds_a_step"] for row in rows if row["kind"] == kind] for kind in KINDS}
+    steps = {kind: [row["seconds_a_step"] for row in rows if row["kind"] == kind] for kind in kinds}
     plain = median(steps["nothing"])
     return {
         "parameters": num_parameters(config.model.spec),
         "steps_between": args.steps,
         "seconds_a_step": {kind: median(its) for kind, its in steps.items()},
         "spread_without": max(steps["nothing"]) / min(steps["nothing"]) - 1,
-        "share_of_a_step": {kind: median(steps[kind]) / plain - 1 for kind in KINDS[1:]},
-        "stop_seconds": {kind: (median(steps[kind]) - plain) * args.steps for kind in KINDS[1:]},
+        "share_of_a_step": {kind: median(steps[kind]) / plain - 1 for kind in args.kinds},
+        "stop_seconds": {kind: (median(steps[kind]) - plain) * args.steps for kind in args.kinds},
         "rows": rows,
     }
 
 
 def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """One rank after the other, each a process of the start: it has not been replaced before."""
+    """One rank after the other, by default each once."""
     command = [sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "train", args.job, *KILL]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         run, rows = Path(folder, "kill"), list[dict[str, Any]]()
@@ -129,8 +131,9 @@ def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
             driver = subprocess.Popen([*command, f"run.folder={folder}", *overrides], stdout=out, stderr=out)
         try:
             _wait(driver, printed, partial(_has_steps, run, args.steps))
-            (place,) = _events(run, "place")
-            for each in list(reversed(place["ranks"]))[: args.kills]:
+            places = _places(run)
+            for number in range(args.kills or len(places)):
+                rank = len(places) - 1 - number % len(places)
                 generation, steps = _metrics(run)[-1]["generation"], len(_metrics(run))
                 if any("replicate_every" in word for word in overrides):
                     _wait(driver, printed, partial(_has_copies, run, generation))
@@ -138,9 +141,9 @@ def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
                 before = _before(_metrics(run), _events(run, "copies"), generation)
                 at = time.time()
                 known = len(read_lines(run / "journal.jsonl"))
-                os.kill(each["pid"], signal.SIGKILL)
+                os.kill(_places(run)[rank], signal.SIGKILL)
                 _wait(driver, printed, partial(_has_generation, run, generation + 1))
-                rows.append({"rank": each["rank"], **_recovery(run, generation, at, known), **before})
+                rows.append({"rank": rank, **_recovery(run, generation, at, known), **before})
                 print(json.dumps(rows[-1]), flush=True)
         finally:
             driver.send_signal(signal.SIGTERM)
@@ -150,6 +153,12 @@ def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
                 driver.kill()
     plain = median(seconds for row in rows for seconds in row["seconds_of_steps"][2:])
     return {"next_step": [row["next_step"] for row in rows], "step_seconds": plain, "rows": rows}
+
+
+def _places(run: Path) -> list[int]:
+    """The PIDs of the ranks."""
+    with connect(run) as client:
+        return [rank["pid"] for rank in client.status(30)["ranks"]]
 
 
 def _before(metrics: list[dict[str, Any]], copies: list[dict[str, Any]], generation: int) -> dict[str, Any]:
@@ -184,7 +193,7 @@ def _has_steps(run: Path, more_than: int) -> bool:
 
 
 def _has_generation(run: Path, generation: int) -> bool:
-    return bool(_metrics(run)) and _metrics(run)[-1]["generation"] >= generation
+    return any(row["generation"] >= generation for row in _metrics(run)[-1:])
 
 
 def _has_copies(run: Path, generation: int) -> bool:
@@ -204,8 +213,9 @@ def main() -> None:
     parser.add_argument("what", choices=["cost", "kill"])
     parser.add_argument("--steps", type=int, default=10, help="from one copy or checkpoint to the next; before a kill")
     parser.add_argument("--rounds", type=int, default=5, help="of all kinds")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is made beside steps")
     parser.add_argument("--job", default=str(ROOT / "deploy" / "jobs" / "llama-1b.yaml"), help="whose ranks are killed")
-    parser.add_argument("--kills", type=int, help="by default every rank is killed once")
+    parser.add_argument("--kills", type=int, help="of ranks in turn; by default every rank is killed once")
     parser.add_argument("--seconds", type=float, default=200.0, help="after which no round begins")
     parser.add_argument("--folder", type=Path, help="for checkpoints and runs")
     parser.add_argument("--json", type=Path, help="JSON file of the results; other sections in it are left as they are")
