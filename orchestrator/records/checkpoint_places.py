@@ -34,7 +34,9 @@ def checkpoints_in(home: Location) -> Location:
     """Where the run or import in the folder `home` has its checkpoints. Raises PentadError if a manifest there is no
     file that can be read."""
     if isinstance(home, Path) and not (home / CHECKPOINTS).is_dir() and (home / CONFIG).is_file():
-        return checkpoints_of(saved_config(home))
+        config = saved_config(home)
+        if config.checkpoint.path is not None:
+            return checkpoints_of(config)
     root = home / CHECKPOINTS
     for manifest in root.glob(f"*/{MANIFEST}") if isinstance(root, Path) else ():
         regular_file(manifest, MOST_JSON)

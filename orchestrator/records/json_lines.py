@@ -114,7 +114,7 @@ def _check_length(line: bytes, where: str) -> None:
 def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:
     advice = "repair or remove the line"
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode())  # of bytes it guesses the encoding
     except (ValueError, RecursionError) as error:
         raise PentadError(f"{where} is not JSON ({error}): expected an object: {advice}") from None
     missing = [key for key in keys if key not in row] if isinstance(row, dict) else [*keys]

@@ -71,6 +71,7 @@ class RunFiles:
         self.refusal: BaseException | None = None  # why the disk did not take the first change
         self.unsynced = set[Path]()  # to which lines were appended that a power cut could take
         self.known: dict[Path, list[Row]] = {}
+        self.sizes: dict[Path, int] = {}  # bytes of the files with lines, as they were left
 
     def open(self, path: Path, keys: Iterable[str] = ()) -> None:
         """Reads the lines of a file, which have these keys. Raises PentadError."""
@@ -208,13 +209,22 @@ class RunFiles:
         while self.waiting:
             change = self.waiting[0]
             try:
-                change.do()
+                self._make(change)
             except BaseException as error:
                 return error
             with self.lock:
                 self.waiting.popleft()
                 self.moved_at = time.monotonic()
         return None
+
+    def _make(self, change: Change) -> None:
+        """Not to a file that is gone or another one: where a file system was mounted, a new folder may be by now."""
+        path = change.path
+        if (found := size_of(path)) < (left := self.sizes.get(path, 0)):
+            raise PentadError(f"{path} has {found} bytes: expected the {left} that were written to it")
+        change.do()
+        if change.lines or path in self.sizes:
+            self.sizes[path] = size_of(path)
 
     def _stop(self, refusal: BaseException | None) -> None:
         self.refusal, self.is_writing = refusal, False

@@ -3,6 +3,7 @@ faults, or names the first thing that contradicts it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,7 +120,11 @@ def _rewind(history: History, following: int, step: int, at: str) -> int:
 
 def _compare_metrics(history: History, metrics: Sequence[Entry], run: Path) -> None:
     first = min(history.steps, default=0)  # earlier ones are another run's, or of a version without audit.jsonl
-    found = {row["step"]: row["loss"] for row in metrics if row["step"] >= first}
+    rows = [row for row in metrics if row["step"] >= first]
+    found = {row["step"]: row["loss"] for row in rows}
+    for number, count in Counter(row["step"] for row in rows).items():
+        if count > 1:
+            raise PentadError(f"{run / 'metrics.jsonl'} has step {number} twice: expected each step once")
     expected = {number: step.loss for number, step in history.steps.items()}
     for number in sorted(found.keys() | expected.keys()):
         if number not in expected or number not in found or found[number] != expected[number]:

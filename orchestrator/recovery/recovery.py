@@ -130,7 +130,7 @@ class Recovery:
             rank: left[at.node] for rank, at in enumerate(self.group.places) if left.get(at.node, before) < before
         }
         self.leaving, self.drain_seconds = tuple(leaving), max(0.0, *leaving.values(), 0.0)
-        self.fault, self.reason = "drain", "is on a node that is draining"
+        self.fault, self.reason = "drain", "on a draining node"
         if not leaving and self.ranks.is_full and (moving := self.evictions.due()):
             self.leaving, self.fault, self.reason = moving, "slow", f"to be moved: {self.evictions.reason}"
         if self.leaving or self.ranks.can_grow():

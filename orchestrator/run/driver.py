@@ -368,6 +368,9 @@ def _failures_recorded(bus: EventBus) -> Iterator[None]:
         raise WorkerError(named, error.rank, error.detail, fault=error.fault) from None
     except Superseded:
         raise
+    except KeyboardInterrupt:
+        _record_failure(bus, error="the run was interrupted, without a checkpoint")
+        raise
     except BaseException as error:
         _record_failure(bus, error=str(error) or type(error).__name__)
         raise

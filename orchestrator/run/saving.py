@@ -23,6 +23,7 @@ from pentad.workers.checkpoint.location import Location
 from pentad.workers.runtime.results import Committed, WrittenShards
 
 SYNC_SECONDS = 0.5  # in which a disk that works has taken lines; the ranks have more steps to do than that
+DISCARD_SECONDS = 5.0  # in which storage that works has deleted files
 POLL_SECONDS = 0.1
 
 
@@ -204,6 +205,13 @@ class Saving:
         """Has a rank delete what was written: the next checkpoint needs the room."""
         return save._replace(refs=self.group.submit_beside("discard", self._path(save.step)), phase="discard")
 
+    def _discard(self, save: Save) -> None:
+        """At the end of the run, which waits a moment for the room."""
+        if save.phase == "write":
+            refs, until = self._discarding(save).refs, time.monotonic() + DISCARD_SECONDS
+            while not self.group.is_ready(refs) and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
+
     def _note_answers(self) -> None:
         self.bus.display.note("storage answers again: checkpoints are saved as usual")
 
@@ -214,6 +222,7 @@ class Saving:
             self.durable = -1  # it was damaged when it was read again; whether another one counts is not known
         if not save.hangs:  # which has been noted
             if save.step == required:
+                self._discard(save)
                 raise PentadError(f"the last state, after step {save.step}, was not saved: {error}") from error
             self._note_failure(save.step, str(error))
         return self._discarding(save) if save.phase == "write" else None

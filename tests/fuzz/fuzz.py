@@ -175,6 +175,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.seed is not None:
+        if args.reader is None:
+            parser.error("--seed plays a case of --reader")
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
             return print(play(args.reader[0], range(args.seed, args.seed + 1), Path(folder)))

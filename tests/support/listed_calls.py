@@ -48,6 +48,7 @@ class Ranks:
         self.rests = 0
         self.at_rest: Callable[[StepLoop], None] = lambda calls: calls.requests.resume()
         self.pinned: list[tuple[int, ...]] = []  # what each commit keeps
+        self.discarded: list[int] = []  # checkpoints
         self.unfinished: set[str] = set()  # of a checkpoint
         self.slow: dict[int, float] = {}  # checkpoint -> seconds until it is written, for which somebody has to wait
         self.losses: dict[int, float] = {}  # of evaluations, else 1
@@ -89,6 +90,8 @@ class Ranks:
     def submit_beside(self, method: str, folder: Path, *arguments: Any) -> list[tuple]:
         if method == "prune":
             self.pinned.append(arguments[1])
+        if method == "discard":
+            self.discarded.append(step_of(folder))
         return [(method, step_of(folder))]
 
     def label(self, rank: int) -> str:

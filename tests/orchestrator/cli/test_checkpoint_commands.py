@@ -44,6 +44,17 @@ def steps(run: Path) -> list[int]:
     return sorted(int(path.name[5:13]) for path in (run / "checkpoints").iterdir())
 
 
+def test_a_copy_of_a_run_without_its_checkpoints_has_none(run: Path, pentad: Pentad) -> None:
+    """Its config.yaml still has the folder of the run itself, whose checkpoints are not those of the copy to prune."""
+    config = load(run / "config.yaml", [f"run.folder={run.parent}"])
+    copy = run.parent.parent / "copy"
+    copy.mkdir()
+    (copy / "config.yaml").write_text(dump(config))
+    assert pentad("checkpoint", "list", str(copy))[:2] == (0, f"no checkpoints in {copy}/checkpoints\n")
+    assert pentad("checkpoint", "prune", str(copy))[:2] == (0, "0 checkpoints, 0 B\n")
+    assert steps(run) == sorted([*STEPS, 18])
+
+
 def test_checkpoints_are_listed(run: Path, pentad: Pentad) -> None:
     status, out, err = pentad("checkpoint", "list", "trial", "--json")
     rows = json.loads(out)["checkpoints"]

@@ -190,14 +190,17 @@ def test_the_documentation_lists_the_keys_that_may_not_change() -> None:
     assert sorted(key if "." in key else f"{key}." for key in keys) == sorted(FIXED)
 
 
-@pytest.mark.parametrize("line", ["{garbage", "5", '{"step": 1}', "\0"])
+@pytest.mark.parametrize("line", ["{garbage", "5", '{"step": 1}', "\0", "\0" * 7])
 def test_a_damaged_line_is_reported_and_kept(tmp_path: Path, line: str) -> None:
     with opened(tmp_path) as run:
         run.metrics(row(0))
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write(f"{line}\n")
-    with pytest.raises(PentadError, match=r"metrics.jsonl line 2 is .*: expected an object.*: repair or remove"):
+    with pytest.raises(
+        PentadError, match=r"metrics.jsonl line 2 is .*: expected an object.*: repair or remove"
+    ) as raised:
         opened(tmp_path)
+    assert "utf-32" not in str(raised.value), "lines are UTF-8; a disk that lost power leaves zeros"
     assert (run.path / "metrics.jsonl").read_text().endswith(f"\n{line}\n")
 
 

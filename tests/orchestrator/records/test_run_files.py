@@ -17,6 +17,7 @@ from pentad.orchestrator.records import run_files
 from pentad.orchestrator.records.hash_chain import linked, read_chain
 from pentad.orchestrator.records.json_lines import append, read_lines
 from pentad.orchestrator.records.run_files import RunFiles
+from pentad.schedules.ir.errors import PentadError
 from pentad.workers import background
 
 pytestmark = pytest.mark.timeout(60)
@@ -247,3 +248,22 @@ def test_nobody_waits_for_a_slow_disk_again_before_it_has_caught_up(
     files.settle()
     assert [row["number"] for row in read_lines(path)] == [*range(6)]
     assert not files.is_behind
+
+
+def test_a_folder_that_is_another_one_meanwhile_takes_no_line(tmp_path: Path) -> None:
+    """As a mount point whose file system is away, below which a rank has made folders again."""
+    folder, away = tmp_path / "run", tmp_path / "away"
+    folder.mkdir()
+    files, path = RunFiles(folder), folder / "metrics.jsonl"
+    files.append(path, {"number": 0})
+    files.settle()
+    folder.rename(away)
+    folder.mkdir()
+    files.append(path, {"number": 1})
+    with pytest.raises(PentadError, match=r"metrics.jsonl has 0 bytes: expected the 14 that were written to it"):
+        files.flush(5.0)
+    assert not path.exists()
+    folder.rmdir()
+    away.rename(folder)
+    files.settle()
+    assert [row["number"] for row in read_lines(path)] == [0, 1]

@@ -167,6 +167,8 @@ def test_metrics_and_checkpoints_are_those_that_were_committed(run: Run, pentad:
     folder.rename(run.path / "elsewhere")
     assert outcome(run, pentad, "--no-data")[0] == 0
     lines = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run.path / "metrics.jsonl").write_text("".join([*lines, lines[2]]))
+    assert "metrics.jsonl has step 2 twice: expected each step once" in outcome(run, pentad)[1]
     (run.path / "metrics.jsonl").write_text("".join(lines[:-1]))
     status, text = outcome(run, pentad, "--no-data")
     assert status == 1 and "has the loss none of step 2: expected 0.3333333333333333, as audit.jsonl has it" in text

@@ -3,12 +3,15 @@ good order."""
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fake_ray import FakeRun
 from rich.console import Console
 
 from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.run import driver
 from pentad.orchestrator.run.interrupts import Interrupts, StepCallback, StopTraining
 
 
@@ -123,3 +126,10 @@ def test_an_error_of_the_run_comes_before_the_callbacks(error: Exception | None)
     with pytest.raises(ValueError, match="disk") as caught:
         run()
     assert caught.value.__cause__ is error
+
+
+def test_the_journal_says_that_a_run_was_interrupted(start: Callable[..., FakeRun]) -> None:
+    run = start()
+    with pytest.raises(KeyboardInterrupt), driver._failures_recorded(run.bus):
+        raise KeyboardInterrupt
+    assert run.events("failure")[0]["error"] == "the run was interrupted, without a checkpoint"

@@ -101,8 +101,16 @@ def test_a_failed_checkpoint_does_not_end_training(run: Run, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["save", "commit"])
 def test_the_last_checkpoint_must_be_written(run: Run, what: str) -> None:
+    """What was written of it would take the room of the next attempt; a commit may have been made."""
+    used = list[Ranks]()
+
+    def prepare(ranks: Ranks) -> None:
+        used.append(ranks)
+        ranks.broken[what, 12] = PentadError("disk full")
+
     with pytest.raises(PentadError, match="disk full"):
-        run("run.steps=12", prepare=lambda r: r.broken.update({(what, 12): PentadError("disk full")}))
+        run("run.steps=12", prepare=prepare)
+    assert used[0].discarded == ([12] if what == "save" else [])
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])
