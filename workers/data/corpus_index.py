@@ -179,7 +179,7 @@ def _parse(kind: Any, content: Any, path: Path | str, prefix: str = "") -> Any:
             raise PentadError(f"{path} has {found}: expected the {stored.__name__} of a pentad corpus")
         if stored is int and value < 0:
             raise PentadError(f"{path} has {name} = {value}: expected a count of at least 0")
-        if key == "file" and value != Path(value).name:
+        if key == "file" and (value != Path(value).name or not value.isprintable()):
             raise PentadError(f"{path} has {name} = {shown(value)}: expected the name of a file in its folder")
         if of_each is RecordBatch:
             value = _record_batches(value, name, path)

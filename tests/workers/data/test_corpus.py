@@ -194,6 +194,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _rewrite(f, lambda i: i["shards"][1].update(file="../x")),
         r"shards\[1\].file = '../x': expected the name",
     ),
+    "half a surrogate pair": (
+        lambda f: _rewrite(f, lambda i: i["shards"][1].update(file="\ud800")),
+        r"shards\[1\].file = '\\ud800': expected the name",
+    ),
     "empty": (
         lambda f: _rewrite(f, lambda i: i.update(shards=[], tokens=0, documents=0)),
         "holds 0 tokens: expected at least 1",
