@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from paths import TESTS
@@ -15,6 +16,7 @@ from pentad.orchestrator.activations import activation_memory, activation_peaks
 from pentad.orchestrator.activations.allocations import Allocation, Piece
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.gpus.table import ASSUMED_GPU
+from pentad.orchestrator.planning import numerics
 from pentad.orchestrator.planning.estimate import costs_of, memories, step_seconds
 from pentad.orchestrator.planning.hardware import rates_of
 from pentad.orchestrator.planning.planning import make_plan
@@ -33,6 +35,7 @@ RUNS = [
         "has_units": call["date"] >= UNITS_SINCE,
         "has_halves": call["date"] >= HALVES_SINCE,
         "is_sparse": call["date"] >= SPARSE_SINCE,
+        "has_frontend": call.get("cudnn_frontend", False),
         "copies_rows": call["date"] >= COPIES_SINCE and "OUT/old" not in call["command"],
     }
     for each in RESULTS
@@ -52,7 +55,9 @@ def planned(run: dict[str, Any]) -> Plan:
     overrides = [each for each in run["overrides"] if not each.startswith("zero.bucket_mib")]
     overrides += ["cluster.cuda_graphs=false"]
     overrides += [] if run["has_units"] else ["memory.unit_layers=100"]
-    plan = make_plan(load(TESTS.parent / run["config"], overrides), "cuda")
+    overrides += [f"cluster.gpu={ASSUMED_GPU}"] if run["has_frontend"] else []
+    with patch.object(numerics, "has_cudnn_frontend", lambda: run["has_frontend"]):
+        plan = make_plan(load(TESTS.parent / run["config"], overrides), "cuda")
     assert str(plan.mesh) == run["mesh"]
     return plan
 
