@@ -76,7 +76,7 @@ class Work:
         self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
         self.lora, self.gpu, self.rates = config.lora_spec, gpu_of(config.cluster), rates_for(config.cluster, "cuda")
         self.launched = launched(self.rates)
-        self.fp8 = fp8_spec(config, self.model, self.rates)
+        self.fp8, self.kernels = fp8_spec(config, self.model, self.rates), named_kernels(config.precision, self.gpu)
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
         self.copies_of = cache(self._copies_of)
@@ -112,7 +112,8 @@ class Work:
 
     def copies(self, order: Program, units: Units) -> Copies:
         copied = [unit for unit, held in enumerate(units.layers) if held.numbers]
-        return Copies(split_into_units(order, units.counts), copied, self.config.memory.offload_prefetch or 1)
+        cut = split_into_units(order, units.counts)
+        return Copies(cut, copied, self.config.memory.offload_prefetch or 1, order)
 
     def slices(self, order: Order) -> int:
         if CATALOGUE[order.name].slices == 1 or order.options.slices:
@@ -135,7 +136,7 @@ class Work:
             logit_rows=logit_rows(self.config, mesh, self.dtype),
             expert_slots=slots,
             zero_shards=shards,
-            kernels=named_kernels(self.config.precision, self.gpu),
+            kernels=self.kernels,
         )
 
     def layout(
