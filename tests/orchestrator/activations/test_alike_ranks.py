@@ -6,8 +6,9 @@ import pytest
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning import estimate
-from pentad.orchestrator.planning.estimate import memory, pipeline_memories
+from pentad.orchestrator.planning.estimate import States, memory, pipeline_memories
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.spec.plan import Plan
 
 SIZES = "hidden=256 heads=16 kv_heads=8 ffn=512 vocab=32000 layers=37"
 COMMON = [*(f"model.{word}" for word in SIZES.split()), "mesh.pp=4", "batch.sequence_length=1024"]
@@ -42,6 +43,11 @@ def test_memory_of_alike_ranks_is_counted_once(name: str, change: str) -> None:
 def test_ranks_between_the_ends_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     words, counted = ["mesh.pp=16", "model.layers=64", "schedule.microbatches=1"], list[int]()
     plan = make_plan(load(None, [*COMMON, *words]), "cuda")
-    monkeypatch.setattr(estimate, "memory", lambda plan, rank, state: counted.append(rank) or memory(plan, rank, state))
+
+    def counting(plan: Plan, rank: int, state: States | None) -> dict[str, int]:
+        counted.append(rank)
+        return memory(plan, rank, state)
+
+    monkeypatch.setattr(estimate, "memory", counting)
     pipeline_memories(plan)
     assert counted == [0, 1, 12, 15]  # the 12th has a layer more
