@@ -37,19 +37,20 @@ class Lanes:
         """Of all actions of a rank in an order of stages; `seconds` are those of its actions of stages, or of units."""
         columns, rows = program.columns, slice(*program.columns.rank_offsets[rank : rank + 2])
         op, stage, is_second = columns.op[rows], columns.stage[rows], columns.is_second[rows]
-        code = 4 * stage + 2 * _READS[op] + _ADDS[op]
+        code = 4 * stage + 2 * _READS[op] + _ADDS[op] + 1
         first = np.flatnonzero(~is_second)
-        pairs = np.stack((code, np.append(np.where(is_second[1:], code[1:], -1), -1)), axis=1)[first]
+        second = np.append(is_second[1:] * code[1:], 0)[first]  # of a pair, or 0
         if len(seconds) > len(first):
-            units = np.array(self.layout.units.counts)
-            counts = np.maximum(units[stage[first]], np.where(pairs[:, 1] < 0, 0, units[pairs[:, 1] // 4]))
+            units = np.array((0, *self.layout.units.counts))
+            counts = np.maximum(units[stage[first] + 1], units[(second + 3) // 4])
             seconds = np.add.reduceat(seconds, np.cumsum(counts) - counts)
-        kinds, index = np.unique(pairs, axis=0, return_inverse=True)
+        width = 4 * program.stages + 1
+        kinds, index = np.unique(code[first] * width + second, return_inverse=True)
         found = []
-        for codes in kinds.tolist():
-            read, added = ([each // 4 for each in codes if each >= 0 and each & bit] for bit in (2, 1))
+        for codes in (divmod(kind, width) for kind in kinds.tolist()):
+            read, added = ([(each - 1) // 4 for each in codes if each and each - 1 & bit] for bit in (2, 1))
             found.append((self._waiting(read), max(self._gathered(read), self._reduced(rank, added))))
-        waiting, least = np.array(found)[index.ravel()].T
+        waiting, least = np.array(found)[index].T
         return float(np.maximum(seconds + waiting, least).sum())
 
     def _gathered(self, stages: Sequence[int]) -> float:

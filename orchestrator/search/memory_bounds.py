@@ -193,8 +193,8 @@ class MemoryBounds:
         return max(taken.values())
 
     def _activations(self, rank: int, setting: Setting) -> int:
-        if setting.offload:
-            return self._beside_copies(rank, setting)
+        if setting.offload or (self.timed.has_pairs and not self.layout.mesh.is_local):
+            return self._by_unit(rank, setting)
         stages = self.layout.placement[rank]
         runs = {stage: self._of_stage(stage, setting) for stage in stages}
         bytes_of = np.array([sum(unit[k] * count for unit, count in runs[stage]) for k in (0, 1) for stage in stages])
@@ -202,8 +202,9 @@ class MemoryBounds:
         during = np.array([_during(name, runs[stage]) for name, stage in held.actions])
         return max(0, int((held.rows @ bytes_of + during[held.of]).max()))
 
-    def _beside_copies(self, rank: int, setting: Setting) -> int:
-        """Of a rank that offloads: unit by unit, with what is not copied, or is on its way."""
+    def _by_unit(self, rank: int, setting: Setting) -> int:
+        """Of a rank that offloads, with what is not copied, or is on its way; or that runs units of a forward between
+        those of a backward, which free memory."""
         copies = self.timed.copies
         sizes = np.zeros((copies.program.stages, len(UnitBytes._fields) + 1), int)
         for stage in self.layout.placement[rank]:

@@ -1,4 +1,5 @@
-"""What lanes that gather weights and reduce gradients add to the time of a step, without compiling it."""
+"""Bounds of time beside lanes that gather and reduce, and of memory where microbatches are interleaved: without
+compiling anything, and no more than a plan takes."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import random
 import pytest
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.planning.estimate import simulated_seconds
+from pentad.orchestrator.planning.estimate import pipeline_memories, simulated_seconds
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search.layout import Work
+from pentad.orchestrator.search.memory_bounds import MemoryBounds
 from pentad.orchestrator.search.space import Order, Setting, with_setting
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.spec.mesh import Mesh
@@ -41,3 +43,15 @@ def test_no_step_with_zero_is_shorter_than_its_bound(name: str) -> None:
         setting = Setting(mesh, 8, Order(name), zero, gathered if zero == 3 else None, layers)
         bound, seconds = bound_and_seconds(setting)
         assert bound <= seconds * (1 + 1e-9), setting
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
+@pytest.mark.parametrize("mesh", [Mesh(1, 4, 2), Mesh(1, 2, tp=2), Mesh(2, 2)])
+def test_no_plan_of_interleaved_microbatches_needs_less_memory_than_its_bound(name: str, mesh: Mesh) -> None:
+    """Where layers wait for other ranks, units of a forward run between those of a backward, which free memory."""
+    setting = Setting(mesh, 8, Order(name), 1)
+    layout = Work(CONFIG).layout_of(setting)
+    bound = MemoryBounds(layout, Timed(layout, setting.order, setting.microbatches)).least(setting)
+    plan = make_plan(with_setting(CONFIG, setting), "cuda", proved=False)
+    needed = max(each["total"] for each in pipeline_memories(plan))
+    assert 0.9 * needed < bound <= needed
