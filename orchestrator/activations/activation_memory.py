@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 from pentad.orchestrator.activations.allocations import BYTES, INDEX, Allocation, Life, Piece, piece_of
 from pentad.orchestrator.activations.attention_memory import AttentionShape, attention_core, attention_shape
@@ -27,6 +28,14 @@ MARGIN, PADDING = (
 OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the next layer or stage unless gathered
 INPUT_GRADIENTS = "gradients of the input, after and before its norm"
 POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm follows, which allocates it
+
+
+class LayerTraits(NamedTuple):
+    """What the sizes of a layer depend on; `is_covered` by a piece's products in 8 bits, if it has them."""
+
+    has_experts: bool
+    has_window: bool
+    is_covered: bool
 
 
 @lru_cache(maxsize=4096)
@@ -343,20 +352,36 @@ def cuts(
     return tuple(found)
 
 
-@lru_cache(maxsize=4096)
 def offloadable(model: ModelSpec, held: LayerRange, piece: Piece, mode: str, *, is_sent: bool) -> tuple[int, ...]:
     """Bytes of the tensors between F and B that can leave the device, with such recomputation. What another stage has
     sent (`is_sent`) cannot: it may lie in a receive slot."""
-    stream = piece.stream(model.hidden)
+    if mode == "full" and model.custom is None:
+        return () if is_sent or held.has_embedding else (piece.stream(model.hidden),)
     if model.custom is not None:
         return () if mode == "full" else _custom_sizes(model, held, piece)
-    if mode == "full":
-        return () if is_sent or held.has_embedding else (stream,)
-    kept = (each for each in _kept(model, held, piece, mode) if each.offload and each.life in ("F-B", "F-W"))
-    sizes = [size for each in kept for size in each.tensors or (each.bytes,)]
+    return _offloadable(model, traits_of(model, held, piece), piece, mode, has_head=held.has_head, is_sent=is_sent)
+
+
+@lru_cache(maxsize=4096)
+def _offloadable(
+    model: ModelSpec, kinds: Sequence[LayerTraits], piece: Piece, mode: str, *, has_head: bool, is_sent: bool
+) -> tuple[int, ...]:
+    kept = _kept(model, kinds, piece, mode, has_head=has_head)
+    moved = (each for each in kept if each.offload and each.life in ("F-B", "F-W"))
+    sizes = [size for each in moved for size in each.tensors or (each.bytes,)]
     if is_sent and model.norms != "after":
-        sizes.remove(stream)
+        sizes.remove(piece.stream(model.hidden))
     return tuple(size for size in sizes if size)
+
+
+def traits_of(model: ModelSpec, held: LayerRange, piece: Piece) -> tuple[LayerTraits, ...]:
+    """By layer."""
+    return tuple(
+        LayerTraits(
+            number >= model.dense_layers, model.window(number) > 0, piece.of_layer(number, model.layers) is piece
+        )
+        for number in held.numbers
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -370,18 +395,20 @@ def row_bytes(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> in
     return found
 
 
-def _kept(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> Iterator[Allocation]:
+def _kept(
+    model: ModelSpec, kinds: Sequence[LayerTraits], piece: Piece, mode: str, *, has_head: bool
+) -> Iterator[Allocation]:
     """What layers allocate and do not recompute; heads recompute nothing."""
     recomputed = recomputed_parts(mode)
-    for number in held.numbers:
-        has_window, own = model.window(number) > 0, piece.of_layer(number, model.layers)
-        for each in chain(*chain(*sublayers(model, number >= model.dense_layers, has_window, own))):
+    for has_experts, has_window, is_covered in kinds:
+        own = piece if is_covered else piece._replace(fp8=None)
+        for each in chain(*chain(*sublayers(model, has_experts, has_window, own))):
             if recomputed.isdisjoint(each.parts):
                 yield each
             elif piece.saved_of(each.bytes, each.parts):
                 size, *tensors = (piece.saved_of(size, each.parts) for size in (each.bytes, *each.tensors))
                 yield each._replace(bytes=size, tensors=tuple(tensors))
-    if held.has_head:
+    if has_head:
         yield from heads_and_mtp(model, piece)
 
 

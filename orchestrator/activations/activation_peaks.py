@@ -125,18 +125,13 @@ def stage_activations(model: ModelSpec, layers: Sequence[LayerRange], stage: int
     if model.custom is not None:
         return _custom_stage(model, model.custom, layers[stage], piece)
     held = layers[stage]
-    kinds = tuple(
-        (number >= model.dense_layers, model.window(number) > 0, piece.of_layer(number, model.layers) is piece)
-        for number in held.numbers
-    )
-    return _stage(model, kinds, held.has_embedding, held.has_head, piece)
+    return _stage(model, memory.traits_of(model, held, piece), held.has_embedding, held.has_head, piece)
 
 
 @lru_cache(maxsize=4096)
 def _stage(
-    model: ModelSpec, kinds: Sequence[tuple[bool, bool, bool]], first: bool, last: bool, piece: Piece
+    model: ModelSpec, kinds: Sequence[memory.LayerTraits], first: bool, last: bool, piece: Piece
 ) -> StageActivations:
-    """Of layers by kind: with experts, with a window, with their products in 8 bits as `piece` has them."""
     layers = [
         layer_effects(model, has_experts, has_window, piece if is_covered else piece._replace(fp8=None))
         for has_experts, has_window, is_covered in kinds

@@ -17,6 +17,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
 NCCL: Words = ("cluster.transport=nccl",)
+NO_SAVING = {"recompute": "none", "recompute_layers": None, "recompute_fraction": 1.0, "offload_fraction": 0.0}
 WORTH = 0.01  # of a step: less is no reason to change anything
 
 
@@ -44,10 +45,11 @@ def copy_slots_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
     if not (is_open and has_copy_slots(plan)):
         return ""
     with suppress(PentadError):  # other keys do not allow NCCL
-        changed = with_words(config, NCCL)
+        changed, seconds, saved = with_words(config, NCCL), simulated_seconds(plan), 0
+        if seconds - _least_seconds(changed, plan, fit.device) <= WORTH * seconds:
+            return ""
         choice = choose(changed, plan.device, fit.device)
         other = make_plan(changed, plan.device, memory=fit.device) if choice is None else choice.plan
-        seconds, saved = simulated_seconds(plan), 0
         gain = seconds - simulated_seconds(other)
         if gain > WORTH * seconds and fit_of(other, fit.device).ok:
             saved = saved_by_nccl(other, plan, fit.device)
@@ -56,3 +58,11 @@ def copy_slots_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
             pace = f"a step takes {format_duration(gain)} ({format_percent(gain / seconds)}) less, at assumed rates"
             return f"with {keys} it fits without {format_bytes(saved)} of slots of peer copies: {pace}"
     return ""
+
+
+def _least_seconds(config: RunConfig, plan: Plan, room: DeviceMemory) -> float:
+    """Of a step with any recomputation and offloading: with none, in as much memory as that takes."""
+    logits = {"logits": "keep"} if config.memory.logits == AUTO else {}
+    memory = config.memory.model_copy(update={**NO_SAVING, **logits})
+    config = config.model_copy(update={"memory": memory})
+    return simulated_seconds(make_plan(config, plan.device, memory=replace(room, bytes=2**62), proved=False))

@@ -37,8 +37,8 @@ def recompute_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
 
 def zero_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
     """A sentence if the run needs less memory with ZeRO-1, which has no buffers for what others gather and reduce; else
-    ''."""
-    if plan.zero < 2:
+    ''. It does not ask of runs that offload as much as they must, which leave no memory with any stage."""
+    if plan.zero < 2 or (any(plan.offload) and config.memory.offload_fraction == "auto"):
         return ""
     other = make_plan(with_words(config, LESS_ZERO), plan.device, memory=fit.device, proved=False)
     more = fit.needed - fit_of(other, fit.device).needed

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import replace
-from functools import cache
 from operator import mul
 
 from pentad.orchestrator.activations.activation_memory import cuts_of
 from pentad.orchestrator.activations.activation_peaks import activation_peaks, activations_of
+from pentad.orchestrator.activations.alike_ranks import signature_of
 from pentad.orchestrator.activations.allocations import BYTES, INDEX, Piece, piece_of, wide_bytes
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
@@ -227,14 +228,22 @@ def _receive_slots(program: Program, pp: int) -> set[tuple[int, int]]:
 
 def memories(plan: Plan, state: States | None = None) -> list[dict[str, int]]:
     """`memory` of every rank; those with the same stages need the same, unless their shards differ."""
-    differ = shards_differ(plan)
+    if shards_differ(plan):
+        return [memory(plan, rank, state) for rank in range(plan.mesh.size)]
+    of_pipeline = pipeline_memories(plan, state)
+    return [of_pipeline[plan.mesh.coordinates(rank).pp] for rank in range(plan.mesh.size)]
 
-    @cache
-    def found(rank: int) -> dict[str, int]:
-        return memory(plan, rank, state)
 
-    pipeline = (plan.mesh.coordinates(rank).pp for rank in range(plan.mesh.size))
-    return [found(rank if differ else plan.mesh.move(0, pp=pp)) for rank, pp in enumerate(pipeline)]
+def pipeline_memories(plan: Plan, state: States | None = None) -> list[dict[str, int]]:
+    """`memory` of the first rank of each stage of the pipeline."""
+    if shards_differ(plan):
+        return [memory(plan, rank, state) for rank in plan.mesh.group(("pp",), 0)]
+    by_signature, found = dict[Hashable, dict[str, int]](), list[dict[str, int]]()
+    for pp, rank in enumerate(plan.mesh.group(("pp",), 0)):
+        if (signature := signature_of(plan, pp)) not in by_signature:
+            by_signature[signature] = memory(plan, rank, state)
+        found.append(by_signature[signature])
+    return found
 
 
 def shards_differ(plan: Plan) -> bool:

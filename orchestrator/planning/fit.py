@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.gpus.table import ASSUMED_GPU
-from pentad.orchestrator.planning.estimate import ON_HOST, memories, memory
+from pentad.orchestrator.planning.estimate import ON_HOST, memories, memory, pipeline_memories
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.planning.hardware import NODE_GPUS, figures_of, gpu_name, gpu_of, local_device, local_gpus
 from pentad.schedules.ir.errors import PentadError
@@ -177,8 +177,7 @@ def host_note(config: RunConfig, plan: Plan) -> str:
 
 def _fullest_on_host(plan: Plan) -> dict[str, int]:
     """What the rank that has most there keeps in host memory."""
-    each = (memory(plan, rank) for rank in plan.mesh.group(("pp",), 0))
-    return max(each, key=lambda kinds: sum(kinds[kind] for kind in ON_HOST))
+    return max(pipeline_memories(plan), key=lambda kinds: sum(kinds[kind] for kind in ON_HOST))
 
 
 def _needed_on_host(plan: Plan) -> int:

@@ -10,14 +10,19 @@ share of the rows in all layers; how much each offloads is its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
+from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.estimate import costs_of, memory, simulated_seconds
-from pentad.orchestrator.planning.fit import DeviceMemory, HostMemory, host_bytes, ranks_of_host
+from pentad.orchestrator.planning.estimate import ON_HOST, States, costs_of, pipeline_memories, simulated_seconds
+from pentad.orchestrator.planning.fit import DeviceMemory, HostMemory, ranks_of_host
+from pentad.orchestrator.planning.layout import row_fraction
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.copy_slack import hidden_share
+from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.spec.plan import Plan
 
 Maker = Callable[..., Plan]  # `make_plan` of a configuration, with `units` and `fractions`
@@ -51,138 +56,193 @@ def cheapest(need: float, tiers: Sequence[Tier]) -> list[float]:
     return shares
 
 
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    """A plan that is compared, never run; `alike`, if any, has its program, and so the same state and events."""
+
+    plan: Plan
+    alike: _Tried | None = None
+
+    @cached_property
+    def state(self) -> States:
+        return {} if self.alike is None else self.alike.state
+
+    @cached_property
+    def events(self) -> Events:
+        return acyclic_events(self.plan.program) if self.alike is None else self.alike.events
+
+    @cached_property
+    def memory(self) -> list[dict[str, int]]:
+        """By pipeline rank, bytes by kind."""
+        return pipeline_memories(self.plan, self.state)
+
+    @cached_property
+    def needed(self) -> list[int]:
+        return [each["total"] for each in self.memory]
+
+    @cached_property
+    def seconds(self) -> float:
+        return simulated_seconds(self.plan, self.events)
+
+    def fits(self, device: DeviceMemory) -> bool:
+        return max(self.needed) <= device.bytes
+
+
 def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory | None, make: Maker) -> Plan:
     """The plan that fits in the least simulated time, of those with the least recomputation and offloading that fit
-    with each of PREFETCHES; if none fits, with the most of both.
+    with each of PREFETCHES; if none fits, with the most of both. Its program is not proven.
 
     Without memory.recompute nothing recomputes; with memory.recompute_layers that many layers do. Raises PentadError if
     something has to go to a host whose memory is unknown (None).
     """
-    plain = make(_with(config, 0.0, 0.0))
-    if not config.memory.recompute_layers and _lack(plain, device) <= 0:
-        return plain
+    plain = _Tried(make(_with(config, 0.0, 0.0)))
+    if not config.memory.recompute_layers and plain.fits(device):
+        return plain.plan
     if host is None:
         where = "as this machine's memory says nothing about the hosts of other GPUs"
         raise PentadError(f"memory.offload_fraction is auto: expected memory.host_gib besides, {where}")
     given = config.memory.offload_prefetch
     best, *others = (given,) if given or config.mesh.pp == 1 else PREFETCHES
-    found = _with_prefetch(config, best, device, host, make)
-    least, seconds = simulated_seconds(plain), simulated_seconds(found)
+    given_to_all = device, host, make, dict[Hashable, _Tried]()
+    found = _with_prefetch(config, best, *given_to_all)
     for prefetch in others:
-        if _lack(found, device) <= 0 and seconds <= NO_COST * least:
+        if found.fits(device) and found.seconds <= NO_COST * plain.seconds:
             break
-        other = _with_prefetch(config, prefetch, device, host, make)
-        if _lack(other, device) <= 0 and (_lack(found, device) > 0 or simulated_seconds(other) < seconds):
-            found, seconds = other, simulated_seconds(other)
-    return found
+        other = _with_prefetch(config, prefetch, *given_to_all)
+        if other.fits(device) and (not found.fits(device) or other.seconds < found.seconds):
+            found = other
+    return found.plan
 
 
 def _with_prefetch(
-    config: RunConfig, prefetch: int | None, device: DeviceMemory, host: HostMemory, make: Maker
-) -> Plan:
+    config: RunConfig,
+    prefetch: int | None,
+    device: DeviceMemory,
+    host: HostMemory,
+    make: Maker,
+    known: dict[Hashable, _Tried],
+) -> _Tried:
     """The plan with the least recomputation and offloading that fits; if none fits, with the most of both."""
     memory = config.memory.model_copy(update={"offload_prefetch": prefetch})
-    config = config.model_copy(update={"memory": memory})
-    most = make(_with(config, None, 1.0))
-    search = _Search(config, device, host, make, most)
-    first = search.first_step()
-    for step in range(first, search.steps + 1):
+    search = _Search(config.model_copy(update={"memory": memory}), device, host, make, known)
+    for step in range(search.first_step(), search.steps + 1):
         if (found := search.plan_with(step)) is not None:
             return found if config.memory.recompute_layers else search.faster(found, step)
         if config.memory.recompute_layers:
             break
-    caps = search.caps(most, lambda: make(_with(config, None, 0.5)))
-    return make(_with(config, None, 1.0), fractions=search.fractions(caps))
+    return search.all_of_both()
 
 
 class _Search:
     """Tries plans that differ in their fractions and in what recomputes: this many of `steps`, which are layers of each
     stage, or with memory.recompute_fraction auto parts of the rows. `most` does most of both."""
 
-    def __init__(self, config: RunConfig, device: DeviceMemory, host: HostMemory, make: Maker, most: Plan) -> None:
-        self.config, self.device, self.host, self.make, self.most = config, device, host, make, most
-        self.units = most.program.units or (1,) * most.program.stages
-        self.steps = ROW_STEPS if config.memory.recompute_fraction == "auto" else largest_stage(most)
+    def __init__(
+        self, config: RunConfig, device: DeviceMemory, host: HostMemory, make: Maker, known: dict[Hashable, _Tried]
+    ) -> None:
+        self.config, self.device, self.host, self.make, self.known = config, device, host, make, known
+        self.most = _Tried(make(_with(config, None, 1.0)))
+        program = self.most.plan.program
+        self.layers, self.units = self.most.plan.layers, program.units or (1,) * program.stages
+        self.steps = ROW_STEPS if config.memory.recompute_fraction == "auto" else largest_stage(self.most.plan)
         if config.memory.recompute == "none":
             self.steps = 0
+        self.plan = cache(self._plan)
 
-    def plan(self, step: int, fraction: float, **more: tuple[float, ...]) -> Plan:
-        return self.make(_with(self.config, step / max(1, self.steps), fraction, self.steps), units=self.units, **more)
+    def _plan(self, step: int | None, fraction: float, fractions: tuple[float, ...] = ()) -> _Tried:
+        """With as much recomputation as configured if `step` is None. Plans share a program if the same layers
+        recompute, and if the same units offload, or none do."""
+        config = _with(self.config, None if step is None else step / max(1, self.steps), fraction, self.steps)
+        shares, section = fractions or config.memory.fractions(self.layers), config.memory
+        # what does not offload may have CUDA graphs, if they fit
+        own = section.offload_prefetch if any(shares) else section.recompute_fraction
+        key = section.recompute, section.recompute_layers, tuple(map(bool, shares)), own
+        if (alike := self.known.get(key)) is None:
+            self.known[key] = _Tried(self.make(config, units=self.units, fractions=fractions or None))
+            return self.known[key]
+        plan = replace(
+            alike.plan,
+            offload=shares,
+            recompute_fraction=row_fraction(config),
+            offload_prefetch=section.offload_prefetch or 1,
+        )
+        return _Tried(with_slots(plan), alike)
 
     def first_step(self) -> int:
         """The step of the solution of the linear program, as if tensors could be cut anywhere."""
         if self.config.memory.recompute_layers or not self.steps:
             return self.config.memory.recompute_layers or 0
-        plans = none, offloaded, recomputed = self.plan(0, 0.0), self.plan(0, 1.0), self.plan(self.steps, 0.0)
-        seconds, copied, computed = map(simulated_seconds, plans)
-        caps, shares = self.caps(offloaded, lambda: self.plan(0, 0.5)), list[float]()
-        hidden = hidden_share(offloaded.program, costs_of(offloaded))
-        for rank, at in enumerate(_ranks(none)):
-            need, total = _needed(none, at) - self.device.bytes, _needed(none, at)
-            gains = [total - _needed(other, at) for other in (offloaded, recomputed)]
+        none, offloaded, recomputed = self.plan(0, 0.0), self.plan(0, 1.0), self.plan(self.steps, 0.0)
+        caps, shares = self.caps(offloaded, partial(self.plan, 0, 0.5)), list[float]()
+        hidden = hidden_share(offloaded.plan.program, costs_of(offloaded.plan))
+        for rank, total in enumerate(none.needed):
+            gains = [total - other.needed[rank] for other in (offloaded, recomputed)]
             free = min(hidden[rank], caps[rank])
             # the time of a step grows with what is copied beyond that
-            copies = (copied - seconds) / (1 - free) if free < 1 else 0.0
+            copies = (offloaded.seconds - none.seconds) / (1 - free) if free < 1 else 0.0
             tiers = (
                 Tier(gains[0], 0.0, free),
                 Tier(gains[0], copies, caps[rank] - free),
-                Tier(gains[1], computed - seconds, 1.0),
+                Tier(gains[1], recomputed.seconds - none.seconds, 1.0),
             )
-            shares.append(cheapest(need, tiers)[2])
+            shares.append(cheapest(total - self.device.bytes, tiers)[2])
         return math.ceil(max(shares) * self.steps - 1e-9)
 
-    def caps(self, offloaded: Plan, halved: Callable[[], Plan]) -> list[float]:
+    def caps(self, offloaded: _Tried, halved: Callable[[], _Tried]) -> list[float]:
         """By pipeline rank: the share for which the host has memory, from plans that offload all and half. Not all
         tensors are cut, so that some of what is moved is moved with any share."""
-        moved = [memory(offloaded, at)["host"] for at in _ranks(offloaded)]
-        room = self.host.bytes / ranks_of_host(offloaded)
-        spare = [room - host_bytes(offloaded, at) + size for at, size in zip(_ranks(offloaded), moved, strict=True)]
+        moved = [each["host"] for each in offloaded.memory]
+        room = self.host.bytes / ranks_of_host(offloaded.plan)
+        spare = [room - sum(each[kind] for kind in ON_HOST if kind != "host") for each in offloaded.memory]
         if all(size <= free for size, free in zip(moved, spare, strict=True)):
             return [1.0] * len(moved)
-        half, found = halved(), list[float]()
-        for at, size, free in zip(_ranks(half), moved, spare, strict=True):
-            whole = 2 * memory(half, at)["host"] - size
+        found = list[float]()
+        for half, size, free in zip(halved().memory, moved, spare, strict=True):
+            whole = 2 * half["host"] - size
             share = (free - whole) / max(1, size - whole)
             # rounded down: slots are aligned, and sums of parts of tensors are not exactly those of all
             found.append(math.floor(1000 * min(1.0, max(0.0, share))) / 1000)
         return found
 
-    def plan_with(self, step: int) -> Plan | None:
+    def plan_with(self, step: int) -> _Tried | None:
         """With the least fractions with which every rank fits if so much recomputes; None if there are none."""
         none, offloaded = self.plan(step, 0.0), self.plan(step, 1.0)
-        caps, shares = self.caps(offloaded, lambda: self.plan(step, 0.5)), list[float]()
-        for cap, at in zip(caps, _ranks(none), strict=True):
-            gain = _needed(none, at) - _needed(offloaded, at)
-            shares += cheapest(_needed(none, at) - self.device.bytes, [Tier(gain, 0.0, cap)])
+        caps, shares = self.caps(offloaded, partial(self.plan, step, 0.5)), list[float]()
+        for cap, total, least in zip(caps, none.needed, offloaded.needed, strict=True):
+            shares += cheapest(total - self.device.bytes, [Tier(total - least, 0.0, cap)])
         for _ in range(RAISES):
-            plan = self.plan(step, 1.0, fractions=self.fractions(shares))
-            lacking = [_needed(plan, at) > self.device.bytes for at in _ranks(plan)]
+            tried = self.plan(step, 1.0, self.fractions(shares))
+            lacking = [total > self.device.bytes for total in tried.needed]
             if not any(lacking):
-                return plan
+                return tried
             if any(lacks and share >= cap for lacks, share, cap in zip(lacking, shares, caps, strict=True)):
                 return None
             raised = zip(shares, caps, lacking, strict=True)
             shares = [min(cap, share + RAISED * lacks) for share, cap, lacks in raised]
         return None
 
-    def faster(self, found: Plan, step: int) -> Plan:
+    def faster(self, found: _Tried, step: int) -> _Tried:
         """The plan that fits at this step, or one at an earlier step that takes less time: a pipeline has slack for
         copies that are later than their deadlines, which `first_step` does not count."""
-        least = simulated_seconds(found)
         for earlier in range(step - 1, 0, -1):
-            plan = self.plan_with(earlier)
-            if plan is None or (seconds := simulated_seconds(plan)) >= least:
+            other = self.plan_with(earlier)
+            if other is None or other.seconds >= found.seconds:
                 break
-            found, least = plan, seconds
+            found = other
         without = self.plan_with(0) if step else None
-        return found if without is None or simulated_seconds(without) >= least else without
+        return found if without is None or without.seconds >= found.seconds else without
+
+    def all_of_both(self) -> _Tried:
+        """What does most of both, as far as the host has memory."""
+        caps = self.caps(self.most, partial(self.plan, None, 0.5))
+        return self.plan(None, 1.0, self.fractions(caps))
 
     def fractions(self, shares: Sequence[float]) -> tuple[float, ...]:
         """By unit: the largest share of the ranks that hold it."""
-        found = [0.0] * len(self.most.layers)
-        for share, held in zip(shares, self.most.program.placement, strict=True):
+        found = [0.0] * len(self.layers)
+        for share, held in zip(shares, self.most.plan.program.placement, strict=True):
             for unit in held:
-                found[unit] = max(found[unit], share) if self.most.layers[unit].numbers else 0.0
+                found[unit] = max(found[unit], share) if self.layers[unit].numbers else 0.0
         return tuple(round(each, 4) for each in found)
 
 
@@ -206,16 +266,3 @@ def _with(config: RunConfig, recomputed: float | None, fraction: float, layers: 
     elif recomputed is not None:
         changed["recompute_layers"] = round(recomputed * layers)
     return config.model_copy(update={"memory": config.memory.model_copy(update=changed)})
-
-
-def _ranks(plan: Plan) -> tuple[int, ...]:
-    """A rank of the mesh for each pipeline rank."""
-    return plan.mesh.group(("pp",), 0)
-
-
-def _needed(plan: Plan, rank: int) -> int:
-    return memory(plan, rank)["total"]
-
-
-def _lack(plan: Plan, device: DeviceMemory) -> int:
-    return max(_needed(plan, rank) for rank in _ranks(plan)) - device.bytes

@@ -45,6 +45,7 @@ from pentad.schedules.spec.plan import Plan, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import LayerRange, num_parameters
 from pentad.schedules.spec.zero_layout import pool_sizes
+from pentad.schedules.verify.check import check
 
 GATHERED_UNITS = 2  # one in use, one coming
 GRAPHS_GAIN = 1.05  # how many times longer compute must take without graphs for them to be used (docs/performance.md)
@@ -74,9 +75,12 @@ def make_plan(
     assert device in ("cpu", "cuda"), device
     assert "auto" not in (config.memory.recompute, config.zero.max_gathered), "the planner has not chosen yet"
     if config.memory.offload_fraction == "auto":
-        make = partial(make_plan, device=device, hosts=hosts, model=model, units=units)
+        make = partial(make_plan, device=device, hosts=hosts, model=model, units=units, proved=False)
         room = memory or device_memory(device, gpu=gpu_of(config.cluster))
-        return choose_tiers(config, room, host_memory(config, device), make)
+        found = choose_tiers(config, room, host_memory(config, device), make)
+        for program in found.trained_programs if proved else ():
+            check(program, replicas=config.mesh.replicas, zero=found.zero)
+        return found
     hosts, dtype = assumed_hosts(config) if hosts is None else hosts, compute_dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
     order, layout = layout_of(config, model, device)

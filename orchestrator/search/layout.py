@@ -76,10 +76,10 @@ class Work:
         self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
         self.lora, self.gpu, self.rates = config.lora_spec, gpu_of(config.cluster), rates_for(config.cluster, "cuda")
         self.launched = launched(self.rates)
-        self.fp8 = fp8_spec(config, self.model, self.rates)
+        self.fp8, self.kernels = fp8_spec(config, self.model, self.rates), named_kernels(config.precision, self.gpu)
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
-        self.copies_of = cache(self._copies_of)
+        self.copies_of, self.slices = cache(self._copies_of), cache(self._slices)
         self.state: dict[tuple[Mesh, int, Placement, int, bool], int] = {}  # least bytes of it, by ZeRO's stage
         self.counts: dict[tuple[Order, int, int, int], Any] = {}  # placement_bounds.py
         self._counts: dict[tuple[Placement, int, int, int | None, bool], tuple[int, ...]] = {}
@@ -112,9 +112,10 @@ class Work:
 
     def copies(self, order: Program, units: Units) -> Copies:
         copied = [unit for unit, held in enumerate(units.layers) if held.numbers]
-        return Copies(split_into_units(order, units.counts), copied, self.config.memory.offload_prefetch or 1)
+        cut = split_into_units(order, units.counts)
+        return Copies(cut, copied, self.config.memory.offload_prefetch or 1, order)
 
-    def slices(self, order: Order) -> int:
+    def _slices(self, order: Order) -> int:
         if CATALOGUE[order.name].slices == 1 or order.options.slices:
             return order.options.slices or 1
         return next(k for k in range(CATALOGUE[order.name].slices, 0, -1) if self.length % k == 0)
@@ -135,7 +136,7 @@ class Work:
             logit_rows=logit_rows(self.config, mesh, self.dtype),
             expert_slots=slots,
             zero_shards=shards,
-            kernels=named_kernels(self.config.precision, self.gpu),
+            kernels=self.kernels,
         )
 
     def layout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from math import inf
@@ -148,23 +148,37 @@ class MemoryBounds:
         last = len(layout.placement) - 1
         self.ranks = dict.fromkeys((0, last, *range(last)))
         self._held = cache(lambda rank: _held(timed.program, rank, is_local=layout.mesh.is_local))
-        self._known = dict[tuple[object, ...], int]()
+        self._known = dict[object, float]()
 
     def least(self, setting: Setting, limit: float = inf) -> int:
         """Bytes of the fullest rank with a setting, or of the first one that exceeds the limit, which it may do in any
         order; those of a custom model's activations, which take long to count, are left out."""
-        layout, found = self.layout, 0
+        layout = self.layout
         saving = setting.recompute, setting.recompute_layers, setting.offload
-        different = dict.fromkeys(layout.units.alike)
-        kinds = (self._in_any_order, different, layout.known), (self._activations, self.ranks, self._known)
-        for activations, ranks, known in kinds:
-            for rank in ranks:
-                state = state_bytes(layout, rank, setting.zero, setting.max_gathered)
-                if layout.model.custom is None and (key := (rank, *saving)) not in known:
-                    known[key] = activations(rank, setting)
-                found = max(found, state + int(known.get(key, 0)))
-                if found > limit:
-                    return found
+        key = "least", setting.zero, setting.max_gathered, saving, limit
+        if key not in layout.known:
+            layout.known[key] = self._most(setting, limit, self._in_any_order, layout.units.different, layout.known)
+        found = int(layout.known[key])
+        return found if found > limit else self._most(setting, limit, self._activations, self.ranks, self._known, found)
+
+    def _most(
+        self,
+        setting: Setting,
+        limit: float,
+        activations: Callable[[int, Setting], int],
+        ranks: Iterable[int],
+        known: dict[object, float],
+        found: int = 0,
+    ) -> int:
+        """Of these ranks, until one exceeds the limit."""
+        saving = setting.recompute, setting.recompute_layers, setting.offload
+        for rank in ranks:
+            state = state_bytes(self.layout, rank, setting.zero, setting.max_gathered)
+            if self.layout.model.custom is None and (key := (rank, *saving)) not in known:
+                known[key] = activations(rank, setting)
+            found = max(found, state + int(known.get((rank, *saving), 0)))
+            if found > limit:
+                break
         return found
 
     def _in_any_order(self, rank: int, setting: Setting) -> int:
@@ -179,8 +193,8 @@ class MemoryBounds:
         return max(taken.values())
 
     def _activations(self, rank: int, setting: Setting) -> int:
-        if setting.offload:
-            return self._beside_copies(rank, setting)
+        if setting.offload or (self.timed.has_pairs and not self.layout.mesh.is_local):
+            return self._by_unit(rank, setting)
         stages = self.layout.placement[rank]
         runs = {stage: self._of_stage(stage, setting) for stage in stages}
         bytes_of = np.array([sum(unit[k] * count for unit, count in runs[stage]) for k in (0, 1) for stage in stages])
@@ -188,8 +202,9 @@ class MemoryBounds:
         during = np.array([_during(name, runs[stage]) for name, stage in held.actions])
         return max(0, int((held.rows @ bytes_of + during[held.of]).max()))
 
-    def _beside_copies(self, rank: int, setting: Setting) -> int:
-        """Of a rank that offloads: unit by unit, with what is not copied, or is on its way."""
+    def _by_unit(self, rank: int, setting: Setting) -> int:
+        """Of a rank that offloads, with what is not copied, or is on its way; or that runs units of a forward between
+        those of a backward, which free memory."""
         copies = self.timed.copies
         sizes = np.zeros((copies.program.stages, len(UnitBytes._fields) + 1), int)
         for stage in self.layout.placement[rank]:

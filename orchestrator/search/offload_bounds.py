@@ -16,7 +16,7 @@ from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.offload import RoundTrips, round_trips
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import action_seconds, compute_graph
+from pentad.schedules.simulate.dependencies import action_levels, action_seconds, compute_graph
 from pentad.schedules.simulate.toposort import Graph, Levels, earliest_times, topological_levels
 
 COMPUTE_OPS = (Op.F, Op.B, Op.BW, Op.W)
@@ -36,11 +36,12 @@ class CopiedRows(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Copies:
     """A compute order of units, of which those `copied` go to the host and come back, `prefetch` compute actions
-    early."""
+    early. It is that of `stages`, cut, if they are given."""
 
     program: Program
     copied: Sequence[int]
     prefetch: int
+    stages: Program | None = None
 
     @cached_property
     def trips(self) -> RoundTrips:
@@ -66,7 +67,26 @@ class Copies:
             _in_turn(back, rank, backward),
         ]
         source, target = (np.concatenate(ends) for ends in zip((graph.source, graph.target), *edges, strict=True))
-        return source, target, topological_levels(self._graph(source, target, None))
+        if (place := self._places) is None:
+            return source, target, topological_levels(self._graph(source, target, None))
+        # a copy to the host right after its forward, and one back right before its backward
+        places = np.concatenate((place, place[forward] + 1 / 3, place[backward] - 1 / 3))
+        return source, target, Levels(np.argsort(places), [])
+
+    @cached_property
+    def _places(self) -> Array | None:
+        """The places of actions in an order in which each follows what it waits for: those of stages, for all of their
+        units, which takes far less time to find. None where units are interleaved, or recompute."""
+        if self.stages is None or self.stages.columns.is_second.any():
+            return None
+        stages, units = self.stages.columns, self.program.units or (1,) * self.program.stages
+        levels = action_levels(self.stages, compute_graph(self.stages, Costs.uniform(self.stages.stages)))
+        place = np.empty(stages.rows, int)
+        place[levels.order] = np.arange(stages.rows)
+        counts = np.array(units)[stages.stage]
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        found: Array = np.repeat(place, counts) * max(units) + number
+        return found
 
     def rows_of_rank(self, rank: int, *, is_local: bool) -> CopiedRows:
         """`is_local` as in `run_order`."""

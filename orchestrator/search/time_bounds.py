@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from pentad.orchestrator.search.lane_bounds import BUFFERED, Lanes
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.offload_bounds import Copies
 from pentad.orchestrator.search.space import Order, Setting
@@ -26,7 +27,6 @@ from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.spec.plan import ALIGNMENT
 from pentad.schedules.spec.tensors import TILE_ELEMENTS
 
-BUFFERED = 2  # units with gradients for which ZeRO-2 and 3 have buffers
 _FORWARD, _BACKWARD = op_mask({Op.F}), op_mask({Op.B, Op.BW})
 _ADDS, _READS = op_mask({Op.W, Op.BW}), op_mask({Op.F, Op.B, Op.BW})  # to gradients; weights
 
@@ -182,9 +182,13 @@ class Timed:
             most = max(most, self._reduced(rank, costs, layout.last_scatters if is_zero else costs.reduce))
             if is_often:
                 each = sum(costs.reduce[unit] for part in rank.held for unit in self.units_of_parts[part]) / 2
-                most = max(most, rank.first_backward + self.program.microbatches * each)
+                most = max(most, rank.first_backward + self.program.microbatches * each / layout.holders)
             if is_zero:
                 most = max(most, self._gathered(rank, costs, room) - begin)
+        if is_zero and (is_often or room is not None):
+            lanes = Lanes(layout, costs, room, is_often=is_often and self.program.slices == 1)
+            for number, rank in enumerate(self.ranks):
+                most = max(most, float(rank.starts[0]) + lanes.rank_seconds(self.program, number, rank.seconds))
         return begin + most + update_seconds(layout.work, costs)
 
     def bound_with(self, plain: float, setting: Setting) -> float:
@@ -227,7 +231,7 @@ class Timed:
         copies, costs = self.copies, self.layout.plain
         if setting.recompute != "none":
             program, costs = self._recomputing(copies.program, units, costs, setting)
-            copies = replace(copies, program=program)
+            copies = replace(copies, program=program, stages=None)
         costs = replace(costs, offload=tuple(self.layout.offload(setting.recompute, setting.offload)))
         return copies.program, *copies.times(costs)
 

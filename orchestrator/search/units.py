@@ -62,6 +62,11 @@ class Units:
         return [[range(run[0], run[-1] + 1) for run in of_stage] for of_stage in runs]
 
     @cached_property
+    def different(self) -> tuple[int, ...]:
+        """The ranks that are the first of those alike."""
+        return tuple(dict.fromkeys(self.alike))
+
+    @cached_property
     def alike(self) -> list[int]:
         """For each pipeline rank the first one with the same kinds of units in its stages."""
         of_stages = [tuple(map(self.kinds.__getitem__, units)) for units in self.of_stages]

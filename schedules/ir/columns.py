@@ -178,7 +178,8 @@ class Columns(Sequence[Stream]):
 
     def _with_groups(self, groups: tuple[str, ...]) -> Columns:
         """The same instructions with `group` indexing a superset of `groups`."""
-        codes = np.array([groups.index(name) for name in self.groups], np.int32)
+        code_of = {name: code for code, name in enumerate(groups)}
+        codes = np.array([code_of[name] for name in self.groups], np.int32)
         return replace(self, group=codes[self.group], groups=groups)
 
     def arrays(self) -> list[Array]:

@@ -84,7 +84,8 @@ def _most_gathered(program: Program, stages: Array, first: Array, last: Array) -
     """The most elements that are gathered at once, by kind."""
     if not len(stages):
         return ()
-    sizes = np.array([weight_sizes(program, stage) for stage in range(program.stages)], np.int64)[stages]
+    held, index = np.unique(stages, return_inverse=True)
+    sizes = np.array([weight_sizes(program, stage) for stage in held.tolist()], np.int64)[index]
     return tuple(most_in_use(first, last, sizes).tolist())
 
 

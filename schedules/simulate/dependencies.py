@@ -51,12 +51,19 @@ def action_times(program: Program, costs: Costs) -> tuple[Array, Array]:
     Raises ScheduleError where a rank waits for something that never runs before it.
     """
     graph = compute_graph(program, costs)
+    levels = action_levels(program, graph)
+    return earliest_times(graph, levels, action_seconds(program, costs), np.zeros(graph.events))
+
+
+def action_levels(program: Program, graph: Graph) -> Levels:
+    """The actions of a compute order by what they wait for; `graph` is its `compute_graph`. Raises ScheduleError as
+    `action_times` does."""
     if program.lookup not in _levels:
         _levels[program.lookup] = topological_levels(graph)
     levels = _levels[program.lookup]
     if len(levels.order) < graph.events:
         raise _stuck(program, levels.order)
-    return earliest_times(graph, levels, action_seconds(program, costs), np.zeros(graph.events))
+    return levels
 
 
 def compute_graph(program: Program, costs: Costs) -> Graph:

@@ -107,6 +107,14 @@ def all_layers(model: ModelSpec) -> LayerRange:
     return LayerRange(0, model.layers, True, True)
 
 
+def first_alike(model: ModelSpec, layers: LayerRange) -> LayerRange:
+    """The first layers of the model whose tensors have the sizes of these."""
+    if model.custom is not None or layers.first < model.dense_layers < layers.end:
+        return layers
+    first = model.dense_layers if layers.first >= model.dense_layers else 0
+    return layers._replace(first=first, end=first + len(layers.numbers))
+
+
 def tensors(model: ModelSpec, layers: LayerRange | None = None) -> list[Tensor]:
     """The tensors of these layers, or of the whole model.
 
@@ -118,6 +126,7 @@ def tensors(model: ModelSpec, layers: LayerRange | None = None) -> list[Tensor]:
     return [tensor for tensor in found if len(tensor.shape) < 2] + [tensor for tensor in found if len(tensor.shape) > 1]
 
 
+@lru_cache(maxsize=4096)
 def num_parameters(model: ModelSpec, layers: LayerRange | None = None) -> int:
     """Number of parameters of these layers, or of the whole model."""
     return sum(math.prod(tensor.shape) for tensor in tensors(model, layers))

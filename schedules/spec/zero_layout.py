@@ -10,7 +10,7 @@ from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan, aligned_part
-from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, gathered_in_8_bits
+from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, first_alike, gathered_in_8_bits
 
 INBOX_ELEMENTS = 2**25  # of gradients on their way between peers, or in bfloat16 between any ranks, at most
 
@@ -148,14 +148,18 @@ def pool_sizes(
         narrow = shard_size(tuple(each for each in found if each.name in names), mesh)
         return ZeroLayout(shard_size(found, mesh), count, in_8_bits=narrow)
 
-    trained = [[layout(unit, experts=experts) for unit in layers] for experts in (False, True)]
+    # those in 8 bits are not the same in all layers
+    alike = [unit if fp8 is not None and fp8.gathers else first_alike(model, unit) for unit in layers]
+    different = dict.fromkeys(alike)
+    trained = [[layout(unit, experts=experts) for unit in different] for experts in (False, True)]
     by_kind = [[each.gathered_size(itemsize) for each in kind] for kind in trained]
     for experts in (False, True):
-        frozen = [lora and layout(unit, experts=experts, frozen=True) for unit in layers]
+        frozen = [lora and layout(unit, experts=experts, frozen=True) for unit in different]
         by_kind.append([each.padded_size if each else 0 for each in frozen])
     if any(each.in_8_bits for kind in trained for each in kind):
         by_kind += [[each.padded_size for each in kind] for kind in trained]
-    return tuple(zip(*by_kind, strict=True))
+    sizes = dict(zip(different, zip(*by_kind, strict=True), strict=True))
+    return tuple(sizes[unit] for unit in alike)
 
 
 def inbox_elements(plan: Plan, rank: int) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from paths import ROOT
 
 from pentad.orchestrator.api.plans import planned
 from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning import planning
 from pentad.orchestrator.planning.formatting import format_bytes, format_percent
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.ir.program import Program
 
 JOB, PAGE = ROOT / "deploy" / "jobs" / "llama-7b-1m.yaml", ROOT / "docs" / "memory.md"
 ON_DEVICE = ("memory.recompute=auto", "memory.recompute_fraction=1.0", "memory.offload_fraction=0.0")
@@ -29,3 +34,17 @@ def test_the_page_has_the_planned_shares_bytes_and_mfu(number: int) -> None:
     else:
         shown.append(dict(each.split("=") for each in found.chosen)["memory.recompute"])
     assert [text for text in shown if text not in row] == []
+
+
+def test_a_long_pipeline_is_planned_with_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that differ in shares only have one program, and notes plan no more than they need: 359 programs before."""
+    compiled = list[str]()
+
+    def counted(name: str, *given: Any, **options: Any) -> Program:
+        compiled.append(name)
+        return compile_program(name, *given, **options)
+
+    monkeypatch.setattr(planning, "compile_program", counted)
+    found = planned(load(JOB, ["mesh.pp=16", "model.layers=313"]), "cuda")
+    assert found.fit.ok and any(found.plan.offload)
+    assert len(compiled) <= 16
