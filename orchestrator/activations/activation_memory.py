@@ -1,41 +1,21 @@
-"""Tensors that a stage allocates for one piece, their bytes, when they are freed, and which of them OFFLOAD takes.
+"""Tensors that a stage allocates for one piece, their bytes, and when they are freed.
 
 Follows `workers/model`, which allocates them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
 
-from pentad.orchestrator.activations.allocations import BYTES, INDEX, Allocation, Life, Piece, piece_of
+from pentad.orchestrator.activations.allocations import BYTES, INDEX, Allocation, Life, Piece
 from pentad.orchestrator.activations.attention_memory import AttentionShape, attention_core, attention_shape
-from pentad.schedules.ir.columns import CODE
-from pentad.schedules.ir.instruction import Op
-from pentad.schedules.passes.offload_cut import ALIGNMENT, Cut, cut
-from pentad.schedules.passes.recompute import is_row_wise, recomputed_parts
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
-from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.tensors import LayerRange
 
-MARGIN, PADDING = (
-    1.05,
-    1 / 256,
-)  # for what is offloaded: where its bytes are not known, and for statistics of GPU kernels
 OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the next layer or stage unless gathered
 INPUT_GRADIENTS = "gradients of the input, after and before its norm"
 POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm follows, which allocates it
-
-
-class LayerTraits(NamedTuple):
-    """What the sizes of a layer depend on; `is_covered` by a piece's products in 8 bits, if it has them."""
-
-    has_experts: bool
-    has_window: bool
-    is_covered: bool
 
 
 @lru_cache(maxsize=4096)
@@ -293,130 +273,3 @@ def mtp_input(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     yield Allocation("gradient of joined", "B-W", stream)
     yield Allocation("gradients of the norms", "B-W", 2 * model.hidden * piece.wide)
     yield from lookup(model, piece)
-
-
-def cuts_of(plan: Plan, units: Sequence[int] | None = None) -> tuple[Cut, ...]:
-    """What OFFLOAD takes of one piece on each unit, or on each of these."""
-    given = plan.model, plan.layers, plan.program.stage_of, piece_of(plan), plan.recompute, plan.offload
-    return cuts(*given, units)
-
-
-def slots_of(plan: Plan, units: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
-    """Bytes of one piece of each unit, or of each of these, on the host, and of what stays of the tensor that is cut
-    (see Plan).
-
-    GPU kernels may pad statistics. Far less is known of a custom model, whose kernels may save other ones on a GPU than
-    on a CPU, and of the rows of experts that exchange tokens. Where data-aware groups would cut another tensor, of
-    which more stays, all of it does.
-    """
-    found, is_custom = cuts_of(plan, units), plan.model.custom is not None and plan.device == "cuda"
-    fractions = plan.offload or (1.0,) * len(plan.layers)
-    is_cut = [0 < fractions[unit] < 1 for unit in (range(len(found)) if units is None else units)]
-    exchanges = plan.model.experts is not None and plan.mesh.ep > 1 and plan.device == "cpu"
-    if plan.batch.capacity:
-        cut_slots = (int(MARGIN * each.rest) + ALIGNMENT * partial for each, partial in zip(found, is_cut, strict=True))
-        return tuple((int(MARGIN * each.bytes), rest) for each, rest in zip(found, cut_slots, strict=True))
-    if is_custom or exchanges:
-        largest = [max(each.moved, default=0) for each in cuts_of(replace(plan, offload=()), units)]
-        inexact = zip(found, largest, is_cut, strict=True)
-        return tuple((int(MARGIN * each.bytes), most * partial) for each, most, partial in inexact)
-    padding = PADDING if plan.device == "cuda" else 0.0
-    return tuple(
-        (each.bytes + int(padding * each.taken), each.rest + int(padding * each.taken) * partial)
-        for each, partial in zip(found, is_cut, strict=True)
-    )
-
-
-def with_slots(plan: Plan) -> Plan:
-    """The plan with what ranks need to offload."""
-    offloads = any((program.columns.op == CODE[Op.OFFLOAD]).any() for program in plan.trained_programs)
-    return replace(plan, offload_slots=slots_of(plan)) if offloads else plan
-
-
-def cuts(
-    model: ModelSpec,
-    layers: Sequence[LayerRange],
-    stage_of: Sequence[int],
-    piece: Piece,
-    modes: Sequence[str],
-    fractions: Sequence[float],
-    units: Sequence[int] | None = None,
-) -> tuple[Cut, ...]:
-    """`cuts_of` a plan with these layers; without `fractions` of all their bytes. `modes` are those of
-    recomputation."""
-    found = []
-    for unit in range(len(layers)) if units is None else units:
-        is_sent = unit > 0 and stage_of[unit - 1] != stage_of[unit]
-        sizes = offloadable(model, layers[unit], piece, modes[unit] if modes else "none", is_sent=is_sent)
-        found.append(cut(sizes, fractions[unit] if fractions else 1.0))
-    return tuple(found)
-
-
-def offloadable(model: ModelSpec, held: LayerRange, piece: Piece, mode: str, *, is_sent: bool) -> tuple[int, ...]:
-    """Bytes of the tensors between F and B that can leave the device, with such recomputation. What another stage has
-    sent (`is_sent`) cannot: it may lie in a receive slot."""
-    if mode == "full" and model.custom is None:
-        return () if is_sent or held.has_embedding else (piece.stream(model.hidden),)
-    if model.custom is not None:
-        return () if mode == "full" else _custom_sizes(model, held, piece)
-    return _offloadable(model, traits_of(model, held, piece), piece, mode, has_head=held.has_head, is_sent=is_sent)
-
-
-@lru_cache(maxsize=4096)
-def _offloadable(
-    model: ModelSpec, kinds: Sequence[LayerTraits], piece: Piece, mode: str, *, has_head: bool, is_sent: bool
-) -> tuple[int, ...]:
-    kept = _kept(model, kinds, piece, mode, has_head=has_head)
-    moved = (each for each in kept if each.offload and each.life in ("F-B", "F-W"))
-    sizes = [size for each in moved for size in each.tensors or (each.bytes,)]
-    if is_sent and model.norms != "after":
-        sizes.remove(piece.stream(model.hidden))
-    return tuple(size for size in sizes if size)
-
-
-def traits_of(model: ModelSpec, held: LayerRange, piece: Piece) -> tuple[LayerTraits, ...]:
-    """By layer."""
-    return tuple(
-        LayerTraits(
-            number >= model.dense_layers, model.window(number) > 0, piece.of_layer(number, model.layers) is piece
-        )
-        for number in held.numbers
-    )
-
-
-@lru_cache(maxsize=4096)
-def row_bytes(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> int:
-    """The bytes of what layers save without recomputation that RECOMPUTE makes row by row."""
-    parts, found = recomputed_parts(mode), 0
-    for number in held.numbers:
-        has_window, own = model.window(number) > 0, piece.of_layer(number, model.layers)
-        made = chain(*chain(*sublayers(model, number >= model.dense_layers, has_window, own)))
-        found += sum(each.bytes for each in made if not parts.isdisjoint(each.parts) and is_row_wise(each.parts))
-    return found
-
-
-def _kept(
-    model: ModelSpec, kinds: Sequence[LayerTraits], piece: Piece, mode: str, *, has_head: bool
-) -> Iterator[Allocation]:
-    """What layers allocate and do not recompute; heads recompute nothing."""
-    recomputed = recomputed_parts(mode)
-    for has_experts, has_window, is_covered in kinds:
-        own = piece if is_covered else piece._replace(fp8=None)
-        for each in chain(*chain(*sublayers(model, has_experts, has_window, own))):
-            if recomputed.isdisjoint(each.parts):
-                yield each
-            elif piece.saved_of(each.bytes, each.parts):
-                size, *tensors = (piece.saved_of(size, each.parts) for size in (each.bytes, *each.tensors))
-                yield each._replace(bytes=size, tensors=tuple(tensors))
-    if has_head:
-        yield from heads_and_mtp(model, piece)
-
-
-def _custom_sizes(model: ModelSpec, held: LayerRange, piece: Piece) -> tuple[int, ...]:
-    import torch
-
-    from pentad.workers.custom.inspect import activation_bytes
-
-    assert model.custom is not None
-    rows = piece.tokens // model.custom.length
-    return activation_bytes(model.custom, *held[:2], model.hidden, rows, getattr(torch, piece.dtype)).offloadable

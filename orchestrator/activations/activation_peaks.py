@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pentad.orchestrator.activations import activation_memory as memory
-from pentad.orchestrator.activations.activation_memory import cuts_of, slots_of
-from pentad.orchestrator.activations.allocations import Piece, Totals, piece_of, total
+from pentad.orchestrator.activations.allocations import LayerTraits, Piece, Totals, piece_of, total, traits_of
 from pentad.orchestrator.activations.attention_memory import attention_shape
+from pentad.orchestrator.activations.offloaded_tensors import cuts_of, slots_of
 from pentad.schedules.ir.columns import CODE, OPS, Array, op_mask
 from pentad.schedules.ir.instruction import COMPUTE, Op
 from pentad.schedules.ir.program import Program
@@ -125,13 +125,11 @@ def stage_activations(model: ModelSpec, layers: Sequence[LayerRange], stage: int
     if model.custom is not None:
         return _custom_stage(model, model.custom, layers[stage], piece)
     held = layers[stage]
-    return _stage(model, memory.traits_of(model, held, piece), held.has_embedding, held.has_head, piece)
+    return _stage(model, traits_of(model, held, piece), held.has_embedding, held.has_head, piece)
 
 
 @lru_cache(maxsize=4096)
-def _stage(
-    model: ModelSpec, kinds: Sequence[memory.LayerTraits], first: bool, last: bool, piece: Piece
-) -> StageActivations:
+def _stage(model: ModelSpec, kinds: Sequence[LayerTraits], first: bool, last: bool, piece: Piece) -> StageActivations:
     layers = [
         layer_effects(model, has_experts, has_window, piece if is_covered else piece._replace(fp8=None))
         for has_experts, has_window, is_covered in kinds

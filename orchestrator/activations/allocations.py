@@ -10,8 +10,9 @@ from pentad.schedules.passes.recompute import is_row_wise, recomputed_parts, sav
 from pentad.schedules.simulate.rates import KernelChoice
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import Fp8Spec
+from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import LayerRange
 
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 INDEX = 8  # bytes of an int64
@@ -226,3 +227,21 @@ def piece_of(plan: Plan) -> Piece:
     mask, fraction, chunk = plan.data.document_mask, plan.recompute_fraction, plan.logit_rows
     found = Piece(*sizes, plan.mesh, plan.cp_method, mask, plan.deterministic, plan.fp8, plan.gpu, fraction, chunk)
     return found._replace(expert_slots=plan.expert_slots, zero_shards=plan.zero_shards, kernels=plan.kernels)
+
+
+class LayerTraits(NamedTuple):
+    """What the sizes of a layer depend on; `is_covered` by a piece's products in 8 bits, if it has them."""
+
+    has_experts: bool
+    has_window: bool
+    is_covered: bool
+
+
+def traits_of(model: ModelSpec, held: LayerRange, piece: Piece) -> tuple[LayerTraits, ...]:
+    """By layer."""
+    return tuple(
+        LayerTraits(
+            number >= model.dense_layers, model.window(number) > 0, piece.of_layer(number, model.layers) is piece
+        )
+        for number in held.numbers
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from pentad.orchestrator.activations.activation_memory import with_slots
+from pentad.orchestrator.activations.offloaded_tensors import with_slots
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.planning.estimate import fullest_bytes

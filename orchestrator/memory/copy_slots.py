@@ -64,5 +64,6 @@ def _least_seconds(config: RunConfig, plan: Plan, room: DeviceMemory) -> float:
     """Of a step with any recomputation and offloading: with none, in as much memory as that takes."""
     logits = {"logits": "keep"} if config.memory.logits == AUTO else {}
     memory = config.memory.model_copy(update={**NO_SAVING, **logits})
-    config = config.model_copy(update={"memory": memory})
+    gathered = {"max_gathered": None} if config.zero.max_gathered == AUTO else {}
+    config = config.model_copy(update={"memory": memory, "zero": config.zero.model_copy(update=gathered)})
     return simulated_seconds(make_plan(config, plan.device, memory=replace(room, bytes=2**62), proved=False))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pentad.orchestrator.activations.activation_memory import with_slots
+from pentad.orchestrator.activations.offloaded_tensors import with_slots
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning.estimate import States, fullest_bytes, memories, memory, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of_ranks

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
+from pentad.orchestrator.activations.offloaded_tensors import row_bytes
 from pentad.orchestrator.planning.comm_volume import CommKind, Volume, stage_volume, waited_volume
 from pentad.orchestrator.planning.fp8_costs import unfused_seconds, unread_seconds
 from pentad.orchestrator.planning.hardware import (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
-from pentad.orchestrator.activations.activation_memory import with_slots
+from pentad.orchestrator.activations.offloaded_tensors import with_slots
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import ON_HOST, States, costs_of, pipeline_memories, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, HostMemory, ranks_of_host
@@ -24,6 +24,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.copy_slack import hidden_share
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.verify.check import check
 
 Maker = Callable[..., Plan]  # `make_plan` of a configuration, with `units` and `fractions`
 # How often, and by how much, a fraction is raised for what is not linear in it: tensors that are cut.
@@ -88,13 +89,23 @@ class _Tried:
         return max(self.needed) <= device.bytes
 
 
-def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory | None, make: Maker) -> Plan:
+def choose_tiers(
+    config: RunConfig, device: DeviceMemory, host: HostMemory | None, make: Maker, *, proved: bool
+) -> Plan:
     """The plan that fits in the least simulated time, of those with the least recomputation and offloading that fit
-    with each of PREFETCHES; if none fits, with the most of both. Its program is not proven.
+    with each of PREFETCHES; if none fits, with the most of both. Only this one is `proved`, if any; what `make` returns
+    is not.
 
     Without memory.recompute nothing recomputes; with memory.recompute_layers that many layers do. Raises PentadError if
     something has to go to a host whose memory is unknown (None).
     """
+    found = _chosen(config, device, host, make)
+    for program in found.trained_programs if proved else ():
+        check(program, replicas=config.mesh.replicas, zero=found.zero)
+    return found
+
+
+def _chosen(config: RunConfig, device: DeviceMemory, host: HostMemory | None, make: Maker) -> Plan:
     plain = _Tried(make(_with(config, 0.0, 0.0)))
     if not config.memory.recompute_layers and plain.fits(device):
         return plain.plan

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from pentad.orchestrator.activations.activation_memory import cuts, offloadable, with_slots
 from pentad.orchestrator.activations.allocations import BYTES, Piece
+from pentad.orchestrator.activations.offloaded_tensors import cuts, offloadable, with_slots
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.estimate import costs_of
@@ -45,7 +45,6 @@ from pentad.schedules.spec.plan import Plan, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import LayerRange, num_parameters
 from pentad.schedules.spec.zero_layout import pool_sizes
-from pentad.schedules.verify.check import check
 
 GATHERED_UNITS = 2  # one in use, one coming
 GRAPHS_GAIN = 1.05  # how many times longer compute must take without graphs for them to be used (docs/performance.md)
@@ -77,10 +76,7 @@ def make_plan(
     if config.memory.offload_fraction == "auto":
         make = partial(make_plan, device=device, hosts=hosts, model=model, units=units, proved=False)
         room = memory or device_memory(device, gpu=gpu_of(config.cluster))
-        found = choose_tiers(config, room, host_memory(config, device), make)
-        for program in found.trained_programs if proved else ():
-            check(program, replicas=config.mesh.replicas, zero=found.zero)
-        return found
+        return choose_tiers(config, room, host_memory(config, device), make, proved=proved)
     hosts, dtype = assumed_hosts(config) if hosts is None else hosts, compute_dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
     order, layout = layout_of(config, model, device)

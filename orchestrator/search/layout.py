@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from pentad.orchestrator.activations.activation_memory import cuts
 from pentad.orchestrator.activations.allocations import BYTES, Piece
+from pentad.orchestrator.activations.offloaded_tensors import cuts
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.cost_model import (
     Kind,

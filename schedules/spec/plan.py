@@ -21,14 +21,7 @@ from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import DENSE_AXES, EXPERT_AXES, Axis, Coordinates, Mesh, are_on_one_host
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec, SpikeSpec
-from pentad.schedules.spec.tensors import (
-    TILE_ELEMENTS,
-    LayerRange,
-    Tensor,
-    first_alike,
-    gathered_in_8_bits,
-    layers_of_sizes,
-)
+from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, Tensor, gathered_in_8_bits, layers_of_sizes
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
 
@@ -268,9 +261,7 @@ class Plan:
 
     def size(self, shard: ParamShard) -> int:
         """Elements of a shard."""
-        layers = first_alike(self.model, self.layers[shard.stage])
-        found = shard_tensors(self.model, self.lora, layers, experts=shard.experts, frozen=shard.frozen)
-        return shard_size(found, self.mesh)
+        return shard_size(self.tensors(shard), self.mesh)
 
     def num_zero_shards(self, shard: ParamShard) -> int:
         """Equal parts that ZeRO cuts the state of a shard into, in the order of its holders; 1 without ZeRO. Frozen

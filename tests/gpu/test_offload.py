@@ -12,8 +12,8 @@ from fleet import Fleet
 from gpus import RANKS_A_GPU, as_is_on_gpu
 from plans import plan_of
 
-from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.orchestrator.activations.activation_peaks import activation_peaks
+from pentad.orchestrator.activations.offloaded_tensors import with_slots
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan

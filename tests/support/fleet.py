@@ -21,7 +21,7 @@ from plans import TILE
 from pool import Pool, send
 
 from pentad.kernels.optimizer.param_remainders import SplitFloat32
-from pentad.orchestrator.activations.activation_memory import with_slots
+from pentad.orchestrator.activations.offloaded_tensors import with_slots
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.zero_layout import replicas
 from pentad.workers.runtime.results import Evaluation

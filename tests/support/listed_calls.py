@@ -48,7 +48,7 @@ class Ranks:
         self.rests = 0
         self.at_rest: Callable[[StepLoop], None] = lambda calls: calls.requests.resume()
         self.pinned: list[tuple[int, ...]] = []  # what each commit keeps
-        self.discarded: list[int] = []  # checkpoints
+        self.discarded: list[int | None] = []  # checkpoints
         self.unfinished: set[str] = set()  # of a checkpoint
         self.slow: dict[int, float] = {}  # checkpoint -> seconds until it is written, for which somebody has to wait
         self.losses: dict[int, float] = {}  # of evaluations, else 1

@@ -24,7 +24,7 @@ from resume import commit
 from small_models import FAMILIES, MOE
 from worker_processes import WorkerProcess, call_all, check_recovery, ranks_of, start_generation, start_run
 
-from pentad.orchestrator.activations.activation_memory import with_slots
+from pentad.orchestrator.activations.offloaded_tensors import with_slots
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.spec.plan import Plan
 from pentad.workers import abort

@@ -11,9 +11,9 @@ import torch
 from fake_groups import FAMILIES, in_tiles, make_stage, nbytes, stage_plan
 from plans import plan_of
 
-from pentad.orchestrator.activations.activation_memory import offloadable
 from pentad.orchestrator.activations.activation_peaks import activations_of
 from pentad.orchestrator.activations.allocations import piece_of
+from pentad.orchestrator.activations.offloaded_tensors import offloadable
 from pentad.schedules.passes.recompute import PARTS
 from pentad.schedules.passes.recompute import RECOMPUTE_MODES as MODES
 from pentad.schedules.spec.model import Fp8Spec, Scaling

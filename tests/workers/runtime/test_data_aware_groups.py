@@ -22,7 +22,7 @@ from resume import assert_repeatable
 from small_models import FAMILIES
 from worker_processes import WorkerProcess, check_recovery
 
-from pentad.orchestrator.activations.activation_memory import cuts_of, with_slots
+from pentad.orchestrator.activations.offloaded_tensors import cuts_of, with_slots
 from pentad.schedules.search.hybrid_planner import hybrid
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions

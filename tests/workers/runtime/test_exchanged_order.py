@@ -10,7 +10,7 @@ from plans import plan_of
 from small_models import FAMILIES, MOE
 from worker_processes import call_all, losses_and_state, ranks_of, recover, start_run, uninterrupted
 
-from pentad.orchestrator.activations.activation_memory import with_slots
+from pentad.orchestrator.activations.offloaded_tensors import with_slots
 from pentad.schedules.search.reorder import adds_alike
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions

@@ -13,8 +13,8 @@ from exactness import assert_equals_one_process
 from fleet import BadGradient, Fleet
 from plans import SHALLOW, plan_of
 
-from pentad.orchestrator.activations.activation_memory import cuts_of, slots_of
 from pentad.orchestrator.activations.activation_peaks import activation_peaks, activations_of
+from pentad.orchestrator.activations.offloaded_tensors import cuts_of, slots_of
 from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.passes.offload_arena import Arena
 from pentad.schedules.spec.plan import ParamShard, Plan
