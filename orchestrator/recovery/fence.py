@@ -78,7 +78,7 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     kill(group, state.lost)
     if not snapshots:
         cause = "".join(f"{text}; " for text in list(state.lost.values())[:1])
-        text = f"{cause}no rank is left of the run; the same command resumes from the newest checkpoint, if there is one"
+        text = f"{cause}no rank is left of the run; the same command resumes from the newest checkpoint, if any"
         raise CannotRecover(text, min(state.lost), text)
     state.version = max(snapshot.version for snapshot in snapshots.values())
     # A rank that lacks only the last step's global norm gets it from one that has taken the step, and still knows it: a
