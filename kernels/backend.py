@@ -69,12 +69,16 @@ def use_kernels(kernels: KernelsInUse) -> KernelsInUse:
 def usual_kernels(device: torch.device) -> KernelsInUse:
     """Of this process on this device, with what it has installed."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return KernelsInUse(cudnn_frontend=is_hopper and importlib.util.find_spec("cudnn") is not None)
+    return KernelsInUse(cudnn_frontend=is_hopper and is_frontend_installed())
 
 
 def kernels_name() -> str:
     """Of what is in use."""
     return _in_use.name
+
+
+def is_frontend_installed() -> bool:
+    return importlib.util.find_spec("cudnn") is not None
 
 
 def has_cudnn_frontend() -> bool:

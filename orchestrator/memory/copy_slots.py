@@ -8,6 +8,7 @@ from dataclasses import replace
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.choice import choose
 from pentad.orchestrator.memory.first_microbatches import with_words
+from pentad.orchestrator.memory.logits import KEEP, without_other_choices
 from pentad.orchestrator.memory.variants import AUTO, Words
 from pentad.orchestrator.planning.estimate import copy_slots_bytes, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of
@@ -17,7 +18,6 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
 NCCL: Words = ("cluster.transport=nccl",)
-NO_SAVING = {"recompute": "none", "recompute_layers": None, "recompute_fraction": 1.0, "offload_fraction": 0.0}
 WORTH = 0.01  # of a step: less is no reason to change anything
 
 
@@ -62,8 +62,5 @@ def copy_slots_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
 
 def _least_seconds(config: RunConfig, plan: Plan, room: DeviceMemory) -> float:
     """Of a step with any recomputation and offloading: with none, in as much memory as that takes."""
-    logits = {"logits": "keep"} if config.memory.logits == AUTO else {}
-    memory = config.memory.model_copy(update={**NO_SAVING, **logits})
-    gathered = {"max_gathered": None} if config.zero.max_gathered == AUTO else {}
-    config = config.model_copy(update={"memory": memory, "zero": config.zero.model_copy(update=gathered)})
-    return simulated_seconds(make_plan(config, plan.device, memory=replace(room, bytes=2**62), proved=False))
+    changed = with_words(config, (*without_other_choices(config), *(KEEP if config.memory.logits == AUTO else ())))
+    return simulated_seconds(make_plan(changed, plan.device, memory=replace(room, bytes=2**62), proved=False))

@@ -8,8 +8,8 @@ from dataclasses import replace
 from operator import mul
 
 from pentad.orchestrator.activations.activation_peaks import activation_peaks, activations_of
-from pentad.orchestrator.activations.alike_ranks import signature_of
 from pentad.orchestrator.activations.allocations import BYTES, INDEX, Piece, piece_of, wide_bytes
+from pentad.orchestrator.activations.memory_signature import signature_of
 from pentad.orchestrator.activations.offloaded_tensors import cuts_of
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pentad.orchestrator.search.lane_bounds import BUFFERED, Lanes
+from pentad.orchestrator.search.collective_bounds import BUFFERED, Lanes
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.offload_bounds import Copies
 from pentad.orchestrator.search.space import Order, Setting

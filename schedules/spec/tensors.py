@@ -107,14 +107,6 @@ def all_layers(model: ModelSpec) -> LayerRange:
     return LayerRange(0, model.layers, True, True)
 
 
-def first_alike(model: ModelSpec, layers: LayerRange) -> LayerRange:
-    """The first layers of the model whose tensors have the sizes of these."""
-    if model.custom is not None or layers.first < model.dense_layers < layers.end:
-        return layers
-    first = model.dense_layers if layers.first >= model.dense_layers else 0
-    return layers._replace(first=first, end=first + len(layers.numbers))
-
-
 def tensors(model: ModelSpec, layers: LayerRange | None = None) -> list[Tensor]:
     """The tensors of these layers, or of the whole model.
 

@@ -10,7 +10,7 @@ from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan, aligned_part
-from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, first_alike, gathered_in_8_bits
+from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, gathered_in_8_bits
 
 INBOX_ELEMENTS = 2**25  # of gradients on their way between peers, or in bfloat16 between any ranks, at most
 
@@ -149,7 +149,7 @@ def pool_sizes(
         return ZeroLayout(shard_size(found, mesh), count, in_8_bits=narrow)
 
     # those in 8 bits are not the same in all layers
-    alike = [unit if fp8 is not None and fp8.gathers else first_alike(model, unit) for unit in layers]
+    alike = [unit if fp8 is not None and fp8.gathers else _first_alike(model, unit) for unit in layers]
     different = dict.fromkeys(alike)
     trained = [[layout(unit, experts=experts) for unit in different] for experts in (False, True)]
     by_kind = [[each.gathered_size(itemsize) for each in kind] for kind in trained]
@@ -160,6 +160,14 @@ def pool_sizes(
         by_kind += [[each.padded_size for each in kind] for kind in trained]
     sizes = dict(zip(different, zip(*by_kind, strict=True), strict=True))
     return tuple(sizes[unit] for unit in alike)
+
+
+def _first_alike(model: ModelSpec, layers: LayerRange) -> LayerRange:
+    """The first layers of the model whose tensors have the sizes of these."""
+    if model.custom is not None or layers.first < model.dense_layers < layers.end:
+        return layers
+    first = model.dense_layers if layers.first >= model.dense_layers else 0
+    return layers._replace(first=first, end=first + len(layers.numbers))
 
 
 def inbox_elements(plan: Plan, rank: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -99,7 +98,7 @@ def prepare_device(kind: str, gpu: int, *, graphs: bool = False) -> torch.device
 def use_kernels(plan: Plan) -> None:
     """Those of the plan, in this process. Raises PentadError if it lacks a library that they need."""
     kernels = plan.kernels
-    if kernels.cudnn_frontend and importlib.util.find_spec("cudnn") is None:
+    if kernels.cudnn_frontend and not backend.is_frontend_installed():
         missing = "nvidia-cudnn-frontend is not installed on this rank, but where the plan was made"
         raise PentadError(f"{missing}: expected it on all nodes, or precision.kernels = triton")
     backend.use_kernels(backend.KernelsInUse(kernels.name, dict(kernels.measured), kernels.cudnn_frontend))

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 
+from pentad.orchestrator.activations.allocations import Piece, piece_of, traits_of
 from pentad.schedules.ir.columns import Array
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.plan import Plan
@@ -13,18 +14,14 @@ from pentad.schedules.spec.plan import Plan
 
 def signature_of(plan: Plan, pp: int) -> Hashable:
     """What the memory of a pipeline rank depends on, without Muon, whose matrices differ by rank."""
-    units = plan.program.placement[pp]
-    return (*(_unit(plan, unit) for unit in units), *(each for of in plan.programs for each in _rows(of, pp)))
+    units, piece = plan.program.placement[pp], piece_of(plan)
+    return (*(_unit(plan, unit, piece) for unit in units), *(each for of in plan.programs for each in _rows(of, pp)))
 
 
-def _unit(plan: Plan, unit: int) -> Hashable:
-    model, fp8, held, stage_of = plan.model, plan.fp8, plan.layers[unit], plan.program.stage_of
-    layers = (
-        (number >= model.dense_layers, model.window(number), fp8 is not None and fp8.covers(number, model.layers))
-        for number in held.numbers
-    )
+def _unit(plan: Plan, unit: int, piece: Piece) -> Hashable:
+    model, held, stage_of = plan.model, plan.layers[unit], plan.program.stage_of
     return (
-        held if model.custom is not None else (*layers, held.has_embedding, held.has_head),
+        held if model.custom is not None else (*traits_of(model, held, piece), held.has_embedding, held.has_head),
         (unit == 0, unit == len(stage_of) - 1, stage_of[unit - 1] != stage_of[unit]),
         (plan.recompute_mode(unit), plan.offload[unit] if plan.offload else None),
         plan.program.sizes[unit] if plan.program.sizes else None,
