@@ -138,6 +138,8 @@ def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
                 if any("replicate_every" in word for word in overrides):
                     _wait(driver, printed, partial(_has_copies, run, generation))
                 _wait(driver, printed, partial(_has_steps, run, steps + args.steps))
+                if args.spare_ready:
+                    _wait(driver, printed, partial(_has_spare, run))
                 before = _before(_metrics(run), _events(run, "copies"), generation)
                 at = time.time()
                 known = len(read_lines(run / "journal.jsonl"))
@@ -200,6 +202,10 @@ def _has_copies(run: Path, generation: int) -> bool:
     return any(row["generation"] == generation for row in _events(run, "copies"))
 
 
+def _has_spare(run: Path) -> bool:
+    return len(_events(run, "spare ready")) > len(_events(run, "spare taken"))
+
+
 def _metrics(run: Path) -> list[dict[str, Any]]:
     return read_lines(run / "metrics.jsonl")
 
@@ -216,6 +222,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is made beside steps")
     parser.add_argument("--job", default=str(ROOT / "deploy" / "jobs" / "llama-1b.yaml"), help="whose ranks are killed")
     parser.add_argument("--kills", type=int, help="of ranks in turn; by default every rank is killed once")
+    parser.add_argument("--spare-ready", action="store_true", help="kill no rank before a spare is ready")
     parser.add_argument("--seconds", type=float, default=200.0, help="after which no round begins")
     parser.add_argument("--folder", type=Path, help="for checkpoints and runs")
     parser.add_argument("--json", type=Path, help="JSON file of the results; other sections in it are left as they are")
