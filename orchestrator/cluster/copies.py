@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from pentad.orchestrator.cluster.group import Refs, Tick, WorkerGroup, raise_worst
+from pentad.orchestrator.cluster.placement import failure_domains
 from pentad.schedules.spec.plan import ParamShard
 from pentad.workers.replication.parts import CopyKey, HeldPart
 from pentad.workers.replication.source import CopySource, FoundPart
@@ -23,33 +24,42 @@ from pentad.workers.replication.transfer import TOKEN_BYTES
 ANSWER_SECONDS = 5.0
 
 
-def holders_of(nodes: Sequence[str]) -> tuple[int, ...]:
-    """For each of several ranks, of which rank r is on `nodes[r]`: the rank that holds its part. It is on another node,
-    unless a node has more than half of all ranks; each rank holds one part."""
-    largest = max(Counter(nodes).values())
-    line = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
-    shift = largest if largest < len(line) else 1
-    found = {rank: line[(at + shift) % len(line)] for at, rank in enumerate(line)}
-    return tuple(found[rank] for rank in range(len(nodes)))
+def holders_of(nodes: Sequence[str], domains: Sequence[str]) -> tuple[int, ...]:
+    """For each of several ranks, of which rank r is on `nodes[r]` in the failure domain `domains[r]`: the rank that
+    holds its part. It is on another node, unless a node has more than half of all ranks, and in another domain unless
+    a domain has; each rank holds one part."""
+    count = len(nodes)
+    line = sorted(range(count), key=lambda rank: (domains[rank], nodes[rank], rank))
+
+    def near(shift: int) -> tuple[int, ...]:
+        pairs = [(rank, line[(at + shift) % count]) for at, rank in enumerate(line)]
+        return tuple(sum(where[rank] == where[holder] for rank, holder in pairs) for where in (nodes, domains))
+
+    largest = {max(Counter(where).values()) for where in (nodes, domains)}
+    shift = min(sorted(largest - {count} or {1}), key=near)
+    found = {rank: line[(at + shift) % count] for at, rank in enumerate(line)}
+    return tuple(found[rank] for rank in range(count))
 
 
 class GroupCopies:
     """Copies of the state of a group, in one generation after another."""
 
-    def __init__(self, group: WorkerGroup, token: bytes | None = None) -> None:
-        """`token` is that of a group that has copies already."""
-        self.group, self.token = group, token or secrets.token_bytes(TOKEN_BYTES)
+    def __init__(self, group: WorkerGroup, token: bytes | None = None, label: str | None = None) -> None:
+        """`token` is that of a group that has copies already; nodes with the same value of `label` fail together."""
+        self.group, self.token, self.label = group, token or secrets.token_bytes(TOKEN_BYTES), label
         self.holders: tuple[int, ...] = ()
+        self.domains: list[str] = []  # of the ranks
         self._serving: Refs = {}  # the pending addresses of the ranks
 
     def begin_generation(self) -> None:
         """Has all ranks accept parts, and reserve memory for their own. Raises WorkerError if one is gone."""
-        group = self.group
+        group, nodes = self.group, [place.node for place in self.group.places]
+        self.domains = failure_domains(nodes, self.label)
+        self.holders = holders_of(nodes, self.domains)
         hosts = enumerate(zip(group.actors, group.places, strict=True))
         self._serving = {rank: actor.serve_copies.remote(place.ip, self.token) for rank, (actor, place) in hosts}
         if group.plan.device == "cpu":  # no memory is pinned
             group.collect(self._serving)
-        self.holders = holders_of([place.node for place in group.places])
 
     @property
     def is_ready(self) -> bool:
@@ -61,6 +71,11 @@ class GroupCopies:
         """Ranks whose parts are held on their own nodes, and so are lost with them."""
         places = self.group.places
         return sum(places[rank].node == places[holder].node for rank, holder in enumerate(self.holders))
+
+    @property
+    def num_in_the_same_domain(self) -> int:
+        """Ranks whose parts are held in their own failure domains."""
+        return sum(self.domains[rank] == self.domains[holder] for rank, holder in enumerate(self.holders))
 
     def key(self, step: int) -> CopyKey:
         return CopyKey(self.group.generation, step, len(self.group.actors))

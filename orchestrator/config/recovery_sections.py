@@ -65,6 +65,9 @@ class ElasticSection(Section):
     ranks that have room for them"""
     replicate_every: CountOrZero = 0
     """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
+    failure_domain: Text | None = None
+    """label of Ray's nodes, such as a rack, with the same value on those that fail together: copies go to ranks of
+    others; null: each node fails alone"""
     check_every: CountOrZero = 0
     """steps between searches for flipped bits: replicas compare their states, and what they compute of a microbatch.
     One precedes every checkpoint; 0: none"""

@@ -187,7 +187,7 @@ def _run_in_turn(
 ) -> int:
     """`_run_generations`; `draw` draws the timelines of one beside the next, which would wait for seconds with many
     ranks."""
-    copies = GroupCopies(group, parked.token if parked else None)
+    copies = GroupCopies(group, parked.token if parked else None, config.elastic.failure_domain)
     recovery = Recovery(config, group, bus, requests, start, copies, full=parked and parked.full)
     first = saved = bus.view.step if parked else start.step
     if parked is not None:

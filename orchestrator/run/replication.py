@@ -103,6 +103,11 @@ class Replication:
             facts |= {"seconds": seconds, "snapshot_seconds": snapshot, "transfer_seconds": transfer}
             facts |= {"steps_meanwhile": meanwhile, "bytes": sum(part.bytes for part in parts)}
             self.bus.record("copies", **facts, holders=holders, on_the_same_node=near)
-        if self.made == 1 and near:
+        if self.made > 1:
+            return
+        if near:
             text = f"the state of {near} of {len(holders)} ranks is copied to ranks of the same node"
             self.bus.display.note(f"{text}: that protects from the loss of ranks, not of the node")
+        elif together := self.copies.num_in_the_same_domain:
+            text = f"the state of {together} of {len(holders)} ranks is copied to ranks of the same {self.copies.label}"
+            self.bus.display.note(f"{text} (elastic.failure_domain), and would be lost with all its nodes")

@@ -22,7 +22,7 @@ class Copies:
     """Of a group of processes; rank r is on `nodes[r]`."""
 
     def __init__(self, ranks: list[WorkerProcess], nodes: str) -> None:
-        self.ranks, self.holders = ranks, holders_of(nodes)
+        self.ranks, self.holders = ranks, holders_of(nodes, nodes)
         self.addresses = call_all(ranks, "serve_copies", TOKEN)
 
     def replace(self, *lost: int) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -65,8 +65,10 @@ class Cluster:
         self.address: str = self.head.gcs_address
         self.nodes: list[Node] = []
 
-    def resize(self, *sizes: int) -> None:
-        """Adds and removes nodes until there is one node for each of `sizes`, with room for that many ranks."""
+    def resize(self, *sizes: int, labels: Iterable[dict[str, str]] = ()) -> None:
+        """Adds and removes nodes until there is one node for each of `sizes`, with room for that many ranks. Those that
+        are new have these labels in turn."""
+        given = iter(labels)
         expected = Counter(sizes)
         for node in list(self.nodes):
             if _raylet(node).poll() is None and expected[node.cpus] > 0:
@@ -75,7 +77,7 @@ class Cluster:
                 self.nodes.remove(node)
                 node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
         for cpus in expected.elements():
-            self.nodes.append(self._node(cpus))
+            self.nodes.append(self._node(cpus, next(given, {})))
 
     def node_of(self, pid: int) -> Node:
         """The node of a rank's process."""
@@ -137,7 +139,7 @@ class Cluster:
         self.resize()
         self.head.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
-    def _node(self, cpus: int) -> Node:
+    def _node(self, cpus: int, labels: dict[str, str] | None = None) -> Node:
         head = not hasattr(self, "head")
         where = {} if head else {"gcs_address": self.address, "redis_address": self.address}
         taken = [] if head else [place for node in self.nodes for place in node.places]
@@ -154,6 +156,7 @@ class Cluster:
             dashboard_agent_listen_port=0,
             min_worker_port=0,
             max_worker_port=0,
+            labels=labels,
             **where,
         )
         known = self._logs()

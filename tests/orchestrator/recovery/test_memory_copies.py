@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake_ray import FakeRun, Rank
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pentad.orchestrator.cluster.copies import holders_of, newest_copy
+from pentad.orchestrator.cluster.placement import failure_domains
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import first_plan
 from pentad.orchestrator.recovery import newest_checkpoint, regroup
@@ -25,11 +29,34 @@ StartRun = Callable[..., FakeRun]
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 4), (8, 8, 8), (2, 1, 1), (3, 2), (1, 3), (5,), (2, 7)])
 def test_parts_are_on_other_nodes_unless_one_has_more_than_half_of_the_ranks(sizes: tuple[int, ...]) -> None:
     nodes = [name for size, name in zip(sizes, "ABC", strict=False) for name in name * size]
-    holders = holders_of(nodes)
+    holders = holders_of(nodes, nodes)
     assert sorted(holders) == list(range(len(nodes))), "each rank holds one part"
     assert all(holder != rank for rank, holder in enumerate(holders))
     near = sum(nodes[rank] == nodes[holder] for rank, holder in enumerate(holders))
     assert near == max(0, 2 * max(sizes) - len(nodes))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=16))
+def test_parts_are_in_other_failure_domains_unless_one_has_more_than_half_of_the_ranks(
+    places: list[tuple[int, int]],
+) -> None:
+    domains, nodes = [str(domain) for domain, _ in places], [f"{domain}-{node}" for domain, node in places]
+    holders = holders_of(nodes, domains)
+    assert sorted(holders) == list(range(len(places))), "each rank holds one part"
+    for where in (nodes, domains):
+        if 2 * max(Counter(where).values()) <= len(places):
+            assert all(where[rank] != where[holder] for rank, holder in enumerate(holders))
+
+
+def test_a_label_that_no_node_has_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"NodeID": name, "Labels": labels} for name, labels in (("a", {"rack": "r1"}), ("b", {}), ("c", {}))]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    assert failure_domains(["b", "a", "b"], "rack") == ["b", "r1", "b"], "a node without it fails alone"
+    assert failure_domains(["b", "a"], None) == ["b", "a"]
+    with pytest.raises(PentadError, match=r"failure_domain is row, a label that no node with ranks has: expected"):
+        failure_domains(["a", "b"], "row")
+    with pytest.raises(PentadError, match="no node with ranks has"):
+        failure_domains(["b", "c"], "rack")
 
 
 def test_a_copy_counts_if_one_process_knows_it_and_all_parts_are_there() -> None:

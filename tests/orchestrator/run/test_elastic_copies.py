@@ -64,6 +64,25 @@ def test_a_lost_node_is_replaced_from_the_memory_of_another_one(nodes, start_run
     assert_same(run, expected)
 
 
+def test_all_nodes_of_a_lost_rack_are_replaced_from_the_memory_of_another_one(nodes, start_run, reference):
+    expected = reference(*LINE, "schedule.name=1f1b")
+    nodes.resize()
+    racks = {rack: {"rack": rack} for rack in "ABC"}
+    nodes.resize(*[1] * 6, labels=[racks[rack] for rack in "ABCABC"])
+    run = start_run(*LINE, "schedule.name=1f1b", *COPIES, "elastic.failure_domain=rack", "elastic.wait_seconds=60")
+    run.wait_for_step(8)
+    of_rank = [nodes.node_of(pid) for pid in run.pids()]
+    rack = [nodes.nodes.index(node) % 3 for node in of_rank]
+    assert all(rack[rank] != rack[holder] for rank, holder in enumerate(run.events("copies")[0]["holders"]))
+    lost = max(rack, key=rack.count)
+    assert rack.count(lost) == 2
+    for rank, its in enumerate(rack):
+        if its == lost:
+            kill(of_rank[rank])
+    assert_recovered(run, "copies")
+    assert_same(run, expected)
+
+
 def test_a_rank_and_its_holder_lost_at_once_go_back_to_the_disk(nodes, start_run, reference):
     expected = reference(*CUT, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)

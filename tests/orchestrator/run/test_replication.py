@@ -20,7 +20,7 @@ class StubCopies:
             gather=lambda refs, seconds: ({}, {}),
             collect=lambda refs, tick: [SentPart(8, 0.5, 1.0), SentPart(9, 0.25, 1.5)],
         )
-        self.num_on_the_same_node, self.holders = 0, [0]
+        self.num_on_the_same_node, self.num_in_the_same_domain, self.holders, self.label = 0, 0, [0], "rack"
 
     def submit(self, step: int) -> dict[int, Any]:
         self.asked.append(step)
@@ -70,6 +70,31 @@ def test_what_copies_take_is_recorded_and_noted_if_it_is_more_steps_than_are_bet
     assert found == {(17, 0.5, 1.5)}
     assert [note.split(" in memory")[0] for note in notes] == ["the copy of step 4", "the copy of step 64"]
     assert "26 steps ran meanwhile, which a lost rank would cost; elastic.replicate_every is 4" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("node", "domain", "expected"),
+    [
+        (0, 0, ""),
+        (1, 1, "copied to ranks of the same node: that protects from the loss of ranks, not of the node"),
+        (0, 1, "copied to ranks of the same rack (elastic.failure_domain), and would be lost with all its nodes"),
+    ],
+)
+def test_one_note_says_which_loss_the_first_copy_does_not_protect_from(
+    copies: StubCopies, node: int, domain: int, expected: str
+) -> None:
+    notes = list[str]()
+    bus = SimpleNamespace(
+        folder=SimpleNamespace(files=SimpleNamespace(waiting=False)),
+        display=SimpleNamespace(note=notes.append),
+        record=lambda *_, **__: None,
+    )
+    replication, copies.is_ready = Replication(4, copies, bus), True  # type: ignore[arg-type]
+    copies.num_on_the_same_node, copies.num_in_the_same_domain = node, domain
+    for step in (4, 8):
+        replication.submit(step)
+        replication.continue_(step)
+    assert len(notes) == bool(expected) and expected in "".join(notes)
 
 
 def test_copies_protect_a_state_unless_one_failed_or_a_part_is_twice_on_one_node(copies: StubCopies) -> None:
