@@ -42,10 +42,12 @@ class CommittedStep(NamedTuple):
 
 @dataclass
 class History:
-    """What a chain says: the steps that count, by number, and the SHA-256 of the manifests of checkpoints, by step."""
+    """What a chain says: the steps that count, by number, the SHA-256 of the manifests of checkpoints, by step, and the
+    events of the journal, with their lines."""
 
     steps: dict[int, CommittedStep] = field(default_factory=dict)
     manifests: dict[int, str] = field(default_factory=dict)
+    events: list[tuple[int, Entry]] = field(default_factory=list)
     generations: set[int] = field(default_factory=set)
     rewinds: int = 0  # that undid steps
     undone: int = 0  # steps
@@ -63,9 +65,16 @@ class Verdict(NamedTuple):
     checkpoints: int
 
 
-def verify(run: Path, metrics: Sequence[Entry], *, data: bool, on_progress: OnProgress = lambda *_: None) -> Verdict:
-    """Compares a run's audit.jsonl with itself, with `metrics`, the lines of its metrics.jsonl, with its checkpoints,
-    and with the `data`.
+def verify(
+    run: Path,
+    metrics: Sequence[Entry],
+    journal: Iterable[Entry],
+    *,
+    data: bool,
+    on_progress: OnProgress = lambda *_: None,
+) -> Verdict:
+    """Compares a run's audit.jsonl with itself, with the lines of its metrics.jsonl and journal.jsonl, with its
+    checkpoints, and with the `data`.
 
     Raises PentadError at the first contradiction.
     """
@@ -74,6 +83,7 @@ def verify(run: Path, metrics: Sequence[Entry], *, data: bool, on_progress: OnPr
         raise PentadError(f"{run} has no {AUDIT}: expected a run of this version of pentad")
     history = replay(read_chain(complete_lines(path), str(path)), str(path))
     _compare_metrics(history, metrics, run)
+    _compare_journal(history, journal, run)
     checkpoints = _compare_checkpoints(history, checkpoints_in(run))
     samples = _compare_samples(history, str(path), on_progress) if data else None
     return Verdict(len(history.steps), samples, history.rewinds, history.undone, len(history.generations), checkpoints)
@@ -102,6 +112,8 @@ def replay(entries: Iterable[Entry], where: str) -> History:
                 following += 1
             case "checkpoint":
                 history.manifests[entry["step"]] = entry["manifest"]
+        if event not in ("configuration", "rewind", "step"):
+            history.events.append((line, entry))
         history.generations |= {entry["generation"]} if "generation" in entry else set()
     return history
 
@@ -131,6 +143,15 @@ def _compare_metrics(history: History, metrics: Sequence[Entry], run: Path) -> N
             loss, committed = (its.get(number, "none") for its in (found, expected))
             text = f"{run / 'metrics.jsonl'} has the loss {loss} of step {number}"
             raise PentadError(f"{text}: expected {committed}, as {AUDIT} has it")
+
+
+def _compare_journal(history: History, journal: Iterable[Entry], run: Path) -> None:
+    """The journal has the events in their order. It may have more: one whose line of the chain a crash prevented."""
+    rest = iter(journal)
+    for line, entry in history.events:
+        if entry not in rest:
+            text = f"{run / 'journal.jsonl'} lacks the event {entry['event']!r} of {AUDIT} line {line}, or has it elsewhere"
+            raise PentadError(f"{text}: expected the lines that the run wrote")
 
 
 def _compare_checkpoints(history: History, root: Location) -> int:

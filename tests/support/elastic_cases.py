@@ -114,7 +114,7 @@ def outcome(run: Run, steps: int = STEPS) -> Outcome:
     its samples."""
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(steps)), run.describe()
-    assert verify(run.folder, rows, data=True).steps == steps
+    assert verify(run.folder, rows, run.events(), data=True).steps == steps
     found = newest(checkpoints_in(run.folder)).checkpoint
     assert found is not None and found.step == steps
     return [(row["loss"], row["grad_norm"]) for row in rows], read(found, found.tensors)
@@ -147,5 +147,5 @@ def assert_recovered(run: Run, *how: str) -> None:
     kinds = [row["event"] for row in run.events("lost", "fence", "recovered")]
     if "grow" not in how:
         assert kinds[0] == "lost" and kinds[-2:] == ["fence", "recovered"], run.describe()
-    verify(run.folder, run.rows(), data=False)
+    verify(run.folder, run.rows(), run.events(), data=False)
     run.assert_gone()

@@ -21,7 +21,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Prove from a run's files that each sample of its steps counted once, whatever failed meanwhile."""
-    from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, METRICS, resolve_run
+    from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS, resolve_run
     from pentad.orchestrator.records.json_lines import read_lines
     from pentad.orchestrator.records.run_lock import locked
     from pentad.orchestrator.records.verify import verify as verified
@@ -31,10 +31,9 @@ def verify(
     console = Console(stderr=True)
     with locked(path, problem), Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("comparing samples", total=None)
-        rows = read_lines(path / METRICS, METRIC_KEYS)
-        verdict = verified(
-            path, rows, data=data, on_progress=lambda done, total: progress.update(task, completed=done, total=total)
-        )
+        rows, journal = read_lines(path / METRICS, METRIC_KEYS), read_lines(path / JOURNAL, ["event"])
+        show = lambda done, total: progress.update(task, completed=done, total=total)  # noqa: E731
+        verdict = verified(path, rows, journal, data=data, on_progress=show)
     if as_json:
         print(json.dumps({"run": path.name, **verdict._asdict()}))
     else:

@@ -174,6 +174,22 @@ def test_metrics_and_checkpoints_are_those_that_were_committed(run: Run, pentad:
     assert status == 1 and "has the loss none of step 2: expected 0.3333333333333333, as audit.jsonl has it" in text
 
 
+def test_the_journal_has_the_events_that_were_written_in_their_order(run: Run, pentad: Pentad) -> None:
+    run.steps(0, 2)
+    for step in (1, 2):
+        run.save(step)
+    run.folder.files.settle()
+    path = run.path / "journal.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert outcome(run, pentad)[0] == 0
+    path.write_text("".join([*lines, '{"event": "lost", "rank": 1}\n']))
+    assert outcome(run, pentad)[0] == 0, "a crash came before its line in audit.jsonl"
+    for damaged in (lines[:-1], lines[::-1], [*lines[:-1], lines[-1].replace('"step": 2', '"step": 1')]):
+        path.write_text("".join(damaged))
+        status, text = outcome(run, pentad)
+        assert status == 1 and f"{path} lacks the event 'checkpoint' of audit.jsonl line" in text
+
+
 def test_a_line_changed_later_is_named(run: Run, pentad: Pentad) -> None:
     run.steps(0, 3)
     path = run.path / "audit.jsonl"

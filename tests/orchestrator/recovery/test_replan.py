@@ -209,7 +209,7 @@ def test_every_step_is_recorded_once_and_verified(start: StartRun, monkeypatch: 
     (event,), (change,) = run.events("recovered"), run.events("replanned")
     assert (event["how"], event["steps_replayed"]) == ("replan", 0)
     assert change["step"] not in [saved["step"] for saved in run.events("checkpoint")]
-    assert verify(run.folder.path, run.rows(), data=False).steps == run.config.run.steps
+    assert verify(run.folder.path, run.rows(), run.folder.journal(), data=False).steps == run.config.run.steps
 
 
 def test_a_run_resumes_with_the_order_that_it_changed_to(start: StartRun, tmp_path: Path) -> None:

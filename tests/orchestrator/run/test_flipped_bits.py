@@ -48,9 +48,9 @@ def test_a_run_that_evicts_the_ranks_that_are_wrong_has_the_bits_of_a_run_withou
         assert all(torch.equal(found[kind][name], value) for name, value in expected.items()), kind
         (event,) = events(tmp_path, kind)
         assert (event["step"], event["verdict"], event["ranks"]) == (12, verdict, ranks)
-        rows = read_lines(tmp_path / kind / "metrics.jsonl")
-        assert verify(tmp_path / kind, rows, data=True).steps == 18
-        (recovered,) = [r for r in read_lines(tmp_path / kind / "journal.jsonl") if r["event"] == "recovered"]
+        rows, journal = (read_lines(tmp_path / kind / name) for name in ("metrics.jsonl", "journal.jsonl"))
+        assert verify(tmp_path / kind, rows, journal, data=True).steps == 18
+        (recovered,) = [row for row in journal if row["event"] == "recovered"]
         assert (recovered["how"], recovered["step"]) == ("checkpoint", 8)
 
 
