@@ -32,6 +32,7 @@ _OPTIONS = (
 )
 _ADDRESS = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _TOKEN = re.compile(r"[ -~]{1,1000}")
+_OTHER_CERTIFICATE = "CERTIFICATE_VERIFY_FAILED"  # in what gRPC says of a handshake
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -100,15 +101,20 @@ class Client(AbstractContextManager["Client"]):
     def _error(self, name: str, error: Any, seconds: float) -> PentadError:
         """What a failed call means for the user."""
         run, code = self.folder.name, error.code()
+        if code in _GONE and _OTHER_CERTIFICATE in error.details():
+            return self._foreign("certificate", "does not have")
         if code in _GONE:
             return gone(self.folder, self.address)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             late = "has not answered" if name == "GetStatus" else f"got the request, but {name} is not done yet"
             return PentadError(f"--timeout is {seconds:g} s, in which run {run} {late}: expected a longer one")
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            found = f"{self.folder / ENDPOINT} has a token that the service at {self.address} refuses"
-            return PentadError(f"{found}: expected the file that run {run} wrote")
+            return self._foreign("token", "refuses")
         return PentadError(f"run {run} refuses {name}: {error.details()}")
+
+    def _foreign(self, what: str, verb: str) -> PentadError:
+        found = f"{self.folder / ENDPOINT} has a {what} that the service at {self.address} {verb}"
+        return PentadError(f"{found}: expected the file that run {self.folder.name} wrote")
 
 
 def connect(run: str | Path) -> Client:

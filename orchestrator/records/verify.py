@@ -150,8 +150,8 @@ def _compare_journal(history: History, journal: Iterable[Entry], run: Path) -> N
     rest = iter(journal)
     for line, entry in history.events:
         if entry not in rest:
-            text = f"{run / 'journal.jsonl'} lacks the event {entry['event']!r} of {AUDIT} line {line}, or has it elsewhere"
-            raise PentadError(f"{text}: expected the lines that the run wrote")
+            text = f"{run / 'journal.jsonl'} lacks the event {entry['event']!r} of {AUDIT} line {line}"
+            raise PentadError(f"{text}, or has it elsewhere: expected the lines that the run wrote")
 
 
 def _compare_checkpoints(history: History, root: Location) -> int:

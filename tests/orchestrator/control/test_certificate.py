@@ -11,7 +11,7 @@ import pytest
 from controls import serving
 
 from pentad.orchestrator.control import control_client
-from pentad.orchestrator.control.control_client import Client
+from pentad.orchestrator.control.control_client import Client, NotLive
 from pentad.orchestrator.control.server import ControlServer
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.schedules.ir.errors import PentadError
@@ -34,6 +34,12 @@ def test_other_machines_are_answered_by_tls_and_know_the_service_by_its_certific
             with Client(tmp_path, wrong) as client, pytest.raises(grpc.RpcError) as refused:
                 client._call("GetStatus", 2.0)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        with (
+            Client(tmp_path, {**endpoint, "certificate": other["certificate"]}) as client,
+            pytest.raises(PentadError, match=r"control.json has a certificate that .* does not have: expected") as found,
+        ):
+            client.status()
+        assert not isinstance(found.value, NotLive), "the run is not over"
         for damaged in ("", 7, endpoint["certificate"][:300]):
             (tmp_path / "control.json").write_text(json.dumps({**endpoint, "certificate": damaged}))
             with pytest.raises(PentadError, match=r"control.json is damaged: expected address and token"):

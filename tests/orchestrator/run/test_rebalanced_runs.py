@@ -60,9 +60,8 @@ def test_half_of_what_a_slow_rank_costs_is_recovered(
     (recovered,) = run.events("recovered")
     assert (recovered["how"], recovered["steps_replayed"]) == ("rebalance", 0)
     step, rows = event["step"], run.rows()
-    assert [row["step"] for row in rows] == list(range(STEPS)) and verify(
-        run.folder, rows, run.events(), data=True
-    ).steps == STEPS
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert verify(run.folder, rows, run.events(), data=True).steps == STEPS
     even, late, after_move = seconds(run, 5, BEGINS - 2), seconds(run, BEGINS + 2, step), seconds(run, step + 3, STEPS)
     print(
         f"{sizes}: {before} -> {event['layers']}: {even:.4f} s, {late:.4f} s slow, {after_move:.4f} s after step {step}"

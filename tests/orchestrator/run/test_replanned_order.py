@@ -29,9 +29,8 @@ def test_steps_are_shorter_after_the_order_has_changed(nodes: Cluster, start_run
     (event,), (recovered,) = run.events("replanned"), run.events("recovered")
     assert (recovered["how"], recovered["steps_replayed"]) == ("replan", 0)
     step, rows = event["step"], run.rows()
-    assert [row["step"] for row in rows] == list(range(STEPS)) and verify(
-        run.folder, rows, run.events(), data=True
-    ).steps == STEPS
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert verify(run.folder, rows, run.events(), data=True).steps == STEPS
     before, after = (median(row["step_seconds"] for row in part) for part in (rows[3:step], rows[step + 3 :]))
     predicted = event["predicted_seconds"]
     print(f"{before:.3f} s a step, {after:.3f} s after step {step}, predicted {predicted}; {recovered['seconds']}")
