@@ -36,7 +36,7 @@ def test_other_machines_are_answered_by_tls_and_know_the_service_by_its_certific
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         with (
             Client(tmp_path, {**endpoint, "certificate": other["certificate"]}) as client,
-            pytest.raises(PentadError, match="has a certificate that .* does not have: expected") as found,
+            pytest.raises(PentadError, match=r"has a certificate that .* does not have: expected") as found,
         ):
             client.status()
         assert not isinstance(found.value, NotLive), "the run is not over"
