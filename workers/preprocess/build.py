@@ -30,7 +30,7 @@ from pentad.workers.preprocess.chat_template import ChatTemplate, read_chat_temp
 from pentad.workers.preprocess.part_builder import Options, text_chunks, text_columns
 from pentad.workers.preprocess.parts import BuildPart, cut
 from pentad.workers.preprocess.pool import Done, Task, build_parts
-from pentad.workers.preprocess.readers import Columns, FileSpan
+from pentad.workers.preprocess.readers import Columns
 from pentad.workers.preprocess.remote_out import RemoteOut
 from pentad.workers.preprocess.source_files import SourceFile, find_files
 
@@ -105,15 +105,15 @@ def _build_local(
     request: BuildRequest, out: Path, files: Sequence[SourceFile], note: Callable[[str], None], progress: Show
 ) -> None:
     note(f"{plural(len(files), 'file')}, {sum(file.size for file in files) / 1e6:,.1f} MB")
-    options = _options(request, request.tokenizer) if request.tokenizer else None
+    parts, options = cut(files), _options(request, request.tokenizer) if request.tokenizer else None
     try:
         with build_folder(out) as partial:
             trained = partial / f"{_sha256((files, request.field, request.vocab))}.json"
             if options is None:
-                _train(request, files, trained, _reporter("training the tokenizer", files, progress))
+                _train(request, parts, trained, _reporter("training the tokenizer", parts, progress))
                 options = _options(request, trained)
             how = _sha256((VERSION, options))
-            tasks = [Task(part, part.key(how)) for part in cut(files)]
+            tasks = [Task(part, part.key(how)) for part in parts]
             build = _sha256([task.key for task in tasks])
             keep_only(out, partial, build, {trained.name, *(task.key for task in tasks)})
             _build_missing(request, out, tasks, options, partial, note, progress)
@@ -155,20 +155,19 @@ def _options(request: BuildRequest, path: Path) -> Options:
     return Options(tokenizer_text(tokenizer), end, request.field, template, request.shard_tokens)
 
 
-def _train(request: BuildRequest, files: Sequence[SourceFile], path: Path, report: Callable[[Done], None]) -> None:
+def _train(request: BuildRequest, parts: Sequence[BuildPart], path: Path, report: Callable[[Done], None]) -> None:
     """Writes the file of a tokenizer trained on all of the text, unless an unfinished build has it already."""
     if not path.exists():
-        trained = train_tokenizer(_texts(files, text_columns(request.field), report), request.vocab)
+        trained = train_tokenizer(_texts(parts, text_columns(request.field), report), request.vocab)
         write_file(path, [memoryview(tokenizer_text(trained).encode())])
 
 
-def _texts(files: Iterable[SourceFile], columns: Columns, report: Callable[[Done], None]) -> Iterator[str]:
-    for file in files:
-        span = FileSpan(file)
-        for chunk in text_chunks([span], columns, {"empty": 0}):
+def _texts(parts: Iterable[BuildPart], columns: Columns, report: Callable[[Done], None]) -> Iterator[str]:
+    for part in parts:
+        for chunk in text_chunks(part.spans, columns, {"empty": 0}):
             yield chunk.text
             report(Done(len(chunk.text)))
-        report(Done(0, BuildPart((span,), file.size)))
+        report(Done(0, part))
 
 
 def _build_missing(
@@ -189,10 +188,9 @@ def _build_missing(
         build_parts(out, partial, options, missing, request.workers or _cpus(), report, note)
 
 
-def _reporter(phase: str, parts: Iterable[SourceFile | BuildPart], progress: Show) -> Callable[[Done], None]:
+def _reporter(phase: str, parts: Iterable[BuildPart], progress: Show) -> Callable[[Done], None]:
     """Reports to `progress` how far a phase is."""
-    total = sum(part.size if isinstance(part, SourceFile) else part.bytes for part in parts)
-    began, done, characters = time.monotonic(), 0, 0
+    total, began, done, characters = sum(part.bytes for part in parts), time.monotonic(), 0, 0
 
     def report(news: Done) -> None:
         nonlocal done, characters

@@ -26,6 +26,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.tokenizer import load_tokenizer, train_tokenizer
 from pentad.workers.preprocess import build_folder, part_builder, parts
+from pentad.workers.preprocess.build import BuildProgress
 from pentad.workers.preprocess.inspect import inspect_corpus
 
 POEM = "Über den Bergen,\r\nweit zu wandern,\n\n  say <|endoftext|> people — 山の向こう 🏔\n"
@@ -108,6 +109,22 @@ def test_parts_hold_every_document_once_and_in_order(
     assert texts(corpus) == texts(whole)
     assert [text for text in texts(whole) if text == POEM * 3] == [POEM * 3]
     assert len(texts(whole)) == 8 + 30 + 30
+
+
+def test_training_a_tokenizer_is_reported_within_files_and_sees_all_documents_in_order(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(out: str) -> tuple[bytes, set[int]]:
+        reports = list[BuildProgress]()
+        corpus = build(many, progress=reports.append, out=tmp_path / out)
+        read = {each.bytes for each in reports if each.phase == "training the tokenizer"}
+        return (corpus.path / "tokenizer.json").read_bytes(), read
+
+    found, read = trained("many")
+    monkeypatch.setattr(parts, "_SMALLEST", 2**20)
+    expected, of_one = trained("one")
+    assert found == expected
+    assert len(read) > 10 and len(of_one) == 2 and max(read) == max(of_one), "and at its end all is read"
 
 
 @pytest.fixture
