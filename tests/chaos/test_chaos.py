@@ -106,6 +106,7 @@ def test_meshes_shrink_and_grow_through_memory_between_other_faults(memory: Path
     assert all(each.handed_over for each in played)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [8, 14, 26])
 def test_a_seed_gives_the_same_history_again(seed: int, memory: Path, current: list[Simulation]) -> None:
     once, again = (play(scenario(each), memory, current) for each in (seed, seed))

@@ -20,7 +20,8 @@ def fresh_memory_holds_nan() -> Iterator[None]:
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes Triton 3.6's interpreter work with NumPy 2.4, which converts no array of one element by int()."""
+    """Makes Triton 3.6's interpreter work with NumPy 2.4, which converts no array of one element by int(), and patch
+    its language once a launch and module, not for each call of a function by a kernel, which takes longer than most."""
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
@@ -30,3 +31,18 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    patch_language, launch, modules = interpreter._patch_lang, interpreter.GridExecutor.__call__, set[str]()
+
+    def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+        modules.clear()
+        launch(executor, *args, **kwargs)
+
+    def patched_once(function: Any) -> Any:
+        module = function.__globals__["__name__"]
+        if module in modules:
+            return interpreter._LangPatchScope()
+        modules.add(module)
+        return patch_language(function)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    monkeypatch.setattr(interpreter, "_patch_lang", patched_once)

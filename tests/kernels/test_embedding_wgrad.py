@@ -1,5 +1,8 @@
 """The gradient of an embedding is added to the rows of its tokens, always in the same order."""
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,20 @@ from torch import Tensor
 from pentad.kernels.embedding_wgrad import accumulate_embedding_gradient_
 
 # Runs of a token that are shorter, as long and longer than a chunk, across chunks, and of other ranks' tokens.
-RUNS = [{}, {3: 1}, {-1: 5}, {5: 64, 0: 1}, {-1: 30, 0: 40, 2: 200, 6: 9, 4: 1}, {1: 300}]
+MIXED = {-1: 30, 0: 40, 2: 200, 6: 9, 4: 1}
+RUNS = [{}, {3: 1}, {-1: 5}, {5: 64, 0: 1}, MIXED, {1: 300}]
+
+
+def cases_in_triton() -> list[Any]:
+    """(runs, width, dtype, finer): by default chunks of a quarter, but for one case, one column block or dtype at a
+    time."""
+    cases = product(RUNS, (7, 520), (torch.float32, torch.bfloat16), (4, 1))
+    always = [
+        *((runs, 7, torch.float32, 4) for runs in RUNS),
+        (MIXED, 520, torch.bfloat16, 4),
+        (MIXED, 7, torch.float32, 1),
+    ]
+    return [pytest.param(*case, marks=[] if case in always else [pytest.mark.slow]) for case in cases]
 
 
 def tokens_of(runs: dict[int, int]) -> Tensor:
@@ -38,11 +54,14 @@ def test_rows_of_a_token_are_added_to_its_gradient(runs: dict[int, int], dtype: 
 
 @pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs without a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("runs", RUNS)
-@pytest.mark.parametrize("width", [7, 520])
-def test_the_kernel_in_triton(runs: dict[int, int], width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("runs", "width", "dtype", "finer"), cases_in_triton())
+def test_the_kernel_in_triton(
+    monkeypatch: pytest.MonkeyPatch, runs: dict[int, int], width: int, dtype: torch.dtype, finer: int
+) -> None:
+    """Runs and chunks of a fraction of their tokens take as many steps by token and by chunk."""
     triton = pytest.importorskip("pentad.kernels.embedding_wgrad_triton")
+    monkeypatch.setattr(triton, "CHUNK", triton.CHUNK // finer)
+    runs = {token: -(-count // finer) for token, count in runs.items()}
     tokens, main = tokens_of(runs), torch.randn(8, width)
     dy = torch.randn(len(tokens), width, dtype=dtype)
     sums, others = expected(main, dy, tokens), [row for row in range(8) if row not in runs]

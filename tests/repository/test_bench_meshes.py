@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from meshes import measure, train
+from pool import process_context
 from ranks import Ranks
 from restored_ranks import when_restored_and_begun
 
@@ -12,6 +13,13 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that have imported torch, as those of other tests; the benchmark's own import it in seconds."""
+    context = process_context()
+    monkeypatch.setattr("ranks.mp.get_context", lambda method: context)
 
 
 @pytest.mark.timeout(100)

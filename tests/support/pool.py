@@ -19,8 +19,12 @@ from unittest.mock import patch
 import torch
 from paths import SUPPORT
 
-# What ranks import, and numpy.ma, which Arrow imports when it first meets an array.
-PRELOADED = ["worker_processes", "pentad.workers.replication.transfer", "pentad.workers.runtime.runner", "numpy.ma"]
+# What ranks import, numpy.ma, which Arrow imports when it first meets an array, and what torch does when it first meets
+# a tensor subclass.
+PRELOADED = [
+    *("worker_processes", "pentad.workers.replication.transfer", "pentad.workers.runtime.runner"),
+    *("numpy.ma", "torch.distributed.tensor"),
+]
 TIMEOUT = 90.0  # seconds for all answers to an order, on a shared machine
 
 

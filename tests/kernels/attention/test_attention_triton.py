@@ -130,18 +130,18 @@ class TestInterpreted:
         assert max(errors(tensors, options)) < 1e-5
 
     def test_gradients_as_long_and_wide_lie_side_by_side(self) -> None:
-        q, k, v, dout = inputs((2, 4, 2, 48, 48, 32), "cpu", torch.float32)
+        q, k, v, dout = inputs((2, 4, 2, 17, 17, 32), "cpu", torch.float32)
         options = AttentionOptions(True, 0.2, True)
         out, lse = partial_attention_reference(q, k, v, options)
         dq, dk, dv = attention_backward_triton.attention_backward(dout, q, k, v, out, lse, options)
-        joined = dq.transpose(1, 2).as_strided((2, 48, 8, 32), (48 * 8 * 32, 8 * 32, 32, 1))
+        joined = dq.transpose(1, 2).as_strided((2, 17, 8, 32), (17 * 8 * 32, 8 * 32, 32, 1))
         assert torch.equal(joined, torch.cat((dq, dk, dv), dim=1).transpose(1, 2))
 
     @pytest.mark.usefixtures("how_long")
     @pytest.mark.parametrize("window", [None, pytest.param(10, marks=pytest.mark.slow)])
     def test_soft_caps(self, window: int | None) -> None:
         options = packed([5, 25, 18, 1, 47], "cpu", True, window, softcap=1.5)
-        assert max(errors(inputs((2, 4, 2, 48, 48, 32), "cpu", torch.float32), options)) < 1e-5
+        assert max(errors(inputs((2, 2, 1, 48, 48, 32), "cpu", torch.float32), options)) < 1e-5
 
 
 @pytest.mark.sampled(7)

@@ -163,7 +163,8 @@ def test_references_wait_for_the_gpu_which_graphs_cannot() -> None:
         plan_with(graphs, "precision.kernels=torch")
 
 
-@pytest.mark.parametrize("overrides", [(), (ANY_ORDER,), ("data.document_mask=true",), MIXTRAL])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("overrides", [MIXTRAL, (), ("data.document_mask=true",), (ANY_ORDER,)])
 def test_a_plan_takes_what_was_measured_at_its_shapes(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     path = tmp_path / "table.json"
     usual = plan_with(*overrides)

@@ -33,6 +33,7 @@ CHANGES: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "seq-1f1b"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_memory_of_alike_ranks_is_counted_once(name: str, change: str) -> None:

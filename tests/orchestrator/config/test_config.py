@@ -304,7 +304,7 @@ def test_the_number_of_slices_divides_the_sequence_length() -> None:
         ("run: {name: a, name: b}", "line 1, column 16: key 'name' appears twice"),
         ("run:\n\t- a", "line 2, column 1: "),
         ("a: \x00", "special characters are not allowed"),
-        ("[" * 2000, "recursion"),
+        ("[" * 500, "recursion"),
         ("run: !!python/object:os.system x", "could not determine a constructor"),
         (b"run: \xff", "is not UTF-8 text (byte 5)"),
         (text(run="3"), "run is 3: expected a mapping with keys such as run.name"),

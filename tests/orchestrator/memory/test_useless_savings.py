@@ -55,12 +55,13 @@ ZERO_MODEL = [
 ]
 ZERO_STEP = ["schedule.microbatches=8", "batch.global_batch_size=16", "memory.unit_layers=1"]
 ZERO_GIVEN = ("plan", *ZERO_MODEL, *ZERO_STEP, "mesh.dp=2", "--device", "cuda", "--json")
-ZERO_CASES = [(name, zero) for name in ("dualpipe", "dualpipev", "1f1b") for zero in (1, 2, 3)]
 
 
-@pytest.mark.parametrize(("name", "zero", "pp"), [*((*case, 2) for case in ZERO_CASES), ("1f1b", 3, 16)])
-def test_zero_is_told_only_where_it_needs_more_than_the_first(pentad: Pentad, name: str, zero: int, pp: int) -> None:
-    words = f"schedule.name={name}", f"mesh.pp={pp}"
-    found, first = (json.loads(pentad(*ZERO_GIVEN, *words, f"zero.stage={stage}")[1])["fits"] for stage in (zero, 1))
-    is_told = found.get("note", "").startswith(f"zero.stage is {zero}, with which the run needs ")
-    assert is_told == (found["needed"] > first["needed"]) == (pp == 16)
+@pytest.mark.parametrize(("name", "pp"), [("dualpipe", 2), ("dualpipev", 2), ("1f1b", 2), ("1f1b", 16)])
+def test_zero_is_told_only_where_it_needs_more_than_the_first(pentad: Pentad, name: str, pp: int) -> None:
+    words, needed = (f"schedule.name={name}", f"mesh.pp={pp}"), list[int]()
+    for zero in (1, 2, 3) if pp == 2 else (1, 3):
+        found = json.loads(pentad(*ZERO_GIVEN, *words, f"zero.stage={zero}")[1])["fits"]
+        needed.append(found["needed"])
+        is_told = found.get("note", "").startswith(f"zero.stage is {zero}, with which the run needs ")
+        assert is_told == (needed[-1] > needed[0]) == (pp == 16 and zero == 3)

@@ -31,7 +31,11 @@ def seconds(job: str, *words: str) -> float:
     return simulated_seconds(make_plan(planned(job, *words), "cuda", proved=False))
 
 
-@pytest.mark.parametrize("words", JOBS.values(), ids=list(JOBS))
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, marks=[pytest.mark.slow] * (job == "1B pp4")) for job, words in JOBS.items()],
+    ids=list(JOBS),
+)
 def test_no_schedule_of_the_catalogue_has_a_shorter_step(words):
     found = seconds(*words, "schedule.name=auto")
     others = {name: seconds(*words, f"schedule.name={name}") for name in KNOWN}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def config(*words: str) -> RunConfig:
     return load(None, [*COMMON, *words])
 
 
+@cache
 def planned(gib: float, *words: str) -> Plan:
     return make_plan(config(*words), "cuda", memory=device_memory("cuda", gib))
 
@@ -107,7 +109,9 @@ def test_rows_are_recomputed_in_finer_parts_than_layers() -> None:
     assert seconds(rows) < seconds(layers)
 
 
-@pytest.mark.parametrize(("name", "gib", "gain"), [("1f1b", 42, 0.06), ("interleaved", 42, 0.05)])
+@pytest.mark.parametrize(
+    ("name", "gib", "gain"), [("1f1b", 42, 0.06), pytest.param("interleaved", 42, 0.05, marks=pytest.mark.slow)]
+)
 def test_a_pipeline_takes_the_prefetch_with_which_a_step_is_shortest(name: str, gib: int, gain: float) -> None:
     """Copies that are late beside forwards in a row are on time beside the backwards that follow."""
     words = ["batch.sequence_length=8192", "memory.host_gib=400", f"schedule.name={name}", "model.layers=32"]

@@ -8,7 +8,7 @@ import pytest
 from commands import Pentad
 
 
-@pytest.mark.parametrize("memory", ["80", "0.07"])
+@pytest.mark.parametrize("memory", [pytest.param("80", marks=pytest.mark.slow), "0.07"])
 def test_schedules_that_slice_sequences_are_left_out(pentad: Pentad, memory: str) -> None:
     """With a schedule that does not go with the data, as what would be faster with more memory, the search ended."""
     words = ("data.document_mask=true", "mesh.dp=1", "mesh.cp=1", "mesh.tp=1", "mesh.ep=1")

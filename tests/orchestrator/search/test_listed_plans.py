@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -44,8 +45,17 @@ def test_a_plan_that_takes_longer_than_it_was_compared_with_is_listed_where_it_b
     assert [each.seconds for each in found] == [simulated_seconds(each.plan) for each in found]
 
 
-@pytest.mark.parametrize("words", [(), ("data.holdout=0", "eval.every=0")])
-@pytest.mark.parametrize("spare", [0.02, 0.05, 100.0])
+EVALUATION, WITHOUT = (), ("data.holdout=0", "eval.every=0")
+ALWAYS = ((EVALUATION, 0.02), (WITHOUT, 0.05), (WITHOUT, 100.0))  # each room, with and without evaluation
+
+
+@pytest.mark.parametrize(
+    ("words", "spare"),
+    [
+        pytest.param(*case, marks=[] if case in ALWAYS else [pytest.mark.slow])
+        for case in product((EVALUATION, WITHOUT), (0.02, 0.05, 100.0))
+    ],
+)
 def test_what_is_listed_is_the_plan_of_its_configuration_and_proved(
     words: tuple[str, ...], spare: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

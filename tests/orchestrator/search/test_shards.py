@@ -42,6 +42,7 @@ def space_on_two_hosts(config: RunConfig) -> Space:
     return replace(space, recompute=recompute, recompute_layers=(None,), offload=(0.0,))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", [(), tuple(f"model.{each}" for each in EXPERTS)])
 def test_the_search_finds_what_brute_force_finds_on_two_hosts(tmp_path: Path, words: tuple[str, ...]) -> None:
     """And that groups are worth it where a GPU has 50 Gbit/s to other hosts."""

@@ -96,7 +96,7 @@ def test_no_step_at_equal_costs_is_longer_than_that_of_1f1b(name: str, p: int, m
     assert idle(name, p, m) <= 3 * p - 3
 
 
-@pytest.mark.parametrize(("p", "m"), [(48, 18), (65, 24)])
+@pytest.mark.parametrize(("p", "m"), [(48, 18), pytest.param(65, 24, marks=pytest.mark.slow)])
 def test_the_memory_formula_holds_for_many_ranks(p: int, m: int) -> None:
     assert saved_until_w(program_of("v-min", p, m)) == LIMITS["v-min"](p)
 

@@ -62,6 +62,7 @@ def test_without_shares_nothing_takes_longer(name: str, ranks: int, microbatches
     assert found == pytest.approx(instruction_seconds(program, costs))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 def test_shared_seconds_are_those_of_small_steps_of_time(name: str, ranks: int, microbatches: int) -> None:
     program = compiled(name, ranks, microbatches, replicas=2)

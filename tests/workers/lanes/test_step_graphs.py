@@ -24,7 +24,7 @@ ZERO_3 = MemoryOptions(zero=3)
 STEPS = 9  # two of each buffer are issued and captured, the others launched
 CASES: list[Any] = [
     pytest.param("1f1b", {"pp": 2, "microbatches": 4}, marks=slow),
-    ("zb-h2", {"dp": 2, "pp": 2, "microbatches": 4}),
+    ("zb-h2", {"dp": 2, "pp": 2, "microbatches": 2}),
     pytest.param("zb-h2", {"pp": 2, "microbatches": 4, "post_validation": True}, marks=slow),
     pytest.param("zb-v", {"pp": 2, "microbatches": 6}, marks=slow),
     pytest.param("dualpipe", {"pp": 4, "microbatches": 8}, marks=slow),

@@ -78,8 +78,13 @@ def test_products_over_ranks_equal_those_of_one(count: int) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *((name, 2) for name in RECIPES),
+        *(pytest.param(name, 4, marks=[] if name == "delayed" else [pytest.mark.slow]) for name in RECIPES),
+    ],
+)
 def test_products_in_8_bits_have_the_bits_of_those_that_wait(
     monkeypatch: pytest.MonkeyPatch, name: str, count: int
 ) -> None:

@@ -58,6 +58,7 @@ def forms_of(recipe: Recipe, full: torch.Tensor) -> Fp8Forms:
     return fp8_cast(full, recipe, "weight", Amax(amax, amax) if recipe.scaling == "tensor" else None)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("count", [2, 3, 7, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", [Recipe("block"), Recipe("block", power_of_two=True), Recipe("tensor", "e5m2")])

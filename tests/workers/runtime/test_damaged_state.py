@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from checkpoints import flip
-from plans import plan_of
+from plans import SHALLOW, plan_of
 from worker_processes import call_all, ranks_of, start_run
 
 from pentad.workers.checkpoint import checkpoint
@@ -14,7 +14,7 @@ from pentad.workers.checkpoint.manifest import Shard
 
 @pytest.mark.timeout(150)
 def test_all_ranks_restore_the_checkpoint_before_the_one_that_a_rank_finds_damaged(workers, corpus, tmp_path):
-    plan = plan_of("1f1b", 2, 2, 4, corpus, "float32")
+    plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", model=SHALLOW)
     with ranks_of(workers, plan.mesh.size) as ranks:
         start_run(ranks, plan)
         folders, losses = {}, {}

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(150)
 slow = pytest.mark.slow
 SEQUENCES = 21  # no multiple of a batch: the last one is padded
 CASES = [
-    ("dualpipe", {"pp": 2, "ep": 2}, replace(MOE, layers=4), {"memory_options": MemoryOptions(zero=3)}),
+    ("dualpipe", {"pp": 2, "ep": 2}, replace(MOE, layers=2), {"memory_options": MemoryOptions(zero=3)}),
     pytest.param("gpipe", {}, MOE, {}, marks=slow),
     pytest.param("zb-h2", {"pp": 4}, MOE, {}, marks=slow),
     pytest.param("dualpipev", {"pp": 2, "dp": 2}, MOE, {}, marks=slow),

@@ -30,8 +30,8 @@ MESHES = [
 
 
 def plan_with(corpus: str, name: str, sizes: dict[str, int], slots: int, family: str = "", **more: object) -> Plan:
-    """`slots` of 0: for all tokens."""
-    model = replace(FAMILIES[family] if family else MOE, layers=4)
+    """`slots` of 0: for all tokens. As many layers as the largest number of stages, or two."""
+    model = replace(FAMILIES[family] if family else MOE, layers=2 if name == "1f1b" else 4)
     plan = plan_on_mesh(corpus, name, sizes, model=model, **more)
     return replace(plan, expert_slots=slots or plan.slice_tokens)
 

@@ -94,7 +94,7 @@ def test_matrices_that_muon_updates_have_the_same_bits(fleet, corpus):
 @pytest.mark.parametrize("spec", [BLOCK, pytest.param(TENSOR, marks=pytest.mark.slow)])
 def test_copies_of_peers_have_the_bits_of_process_groups(fleet, corpus, spec):
     """Replicas of a stage are on one host."""
-    plan = plan_with(spec, "1f1b", {"dp": 2, "pp": 2, "max_gathered": 1}, corpus)
+    plan = plan_with(spec, "1f1b", {"dp": 2, "pp": 2, "layers": 2, "microbatches": 2, "max_gathered": 1}, corpus)
     copied = replace(plan, transport="peer", hosts=(0, 0, 1, 1))
     assert copied.transport_along("dp") == "peer"
     for a, b in zip(fleet.run(plan, [(0, 2), (2, 1)]), fleet.run(copied, [(0, 2), (2, 1)]), strict=True):
@@ -128,7 +128,9 @@ def test_evaluations_have_the_bits_of_weights_that_are_cast_after_the_gather(fle
     assert [each.data_sets for each in narrow.evaluations] == [each.data_sets for each in wide.evaluations]
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2, "layers": 2, "unit_layers": 1}, {"dp": 4, "layers": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "layers": 2, "unit_layers": 1}, pytest.param({"dp": 4, "layers": 2}, marks=pytest.mark.slow)]
+)
 def test_allocated_bytes_are_planned(fleet, corpus, sizes):
     """Matrices have no shard in the dtype of compute, and take 1 byte an element where they are gathered."""
     found = {}

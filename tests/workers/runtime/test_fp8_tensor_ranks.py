@@ -10,7 +10,7 @@ from fp8_plans import BLOCK, ROW, TENSOR, fp8_plan
 
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 
-MODEL = ModelSpec(layers=2, hidden=256, heads=4, kv_heads=4, head_dim=128, ffn=1024, vocab=512)  # whole tiles on four
+MODEL = ModelSpec(layers=1, hidden=256, heads=4, kv_heads=4, head_dim=128, ffn=512, vocab=512)  # whole tiles on four
 
 
 CASES: list[tuple[int, str]] = [(2, "gloo"), (2, "peer"), (4, "gloo")]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bits import same_bits
 from exactness import assert_equals_one_process
-from plans import plan_on_mesh
+from plans import MODEL, plan_on_mesh
 from small_models import FAMILIES, HEADS, MOE
 from worker_processes import call_all, start_run
 
@@ -53,7 +53,7 @@ ZERO_OVER_STAGES = (0, 0, 1, 1)  # replicas of a stage on one host: ranks of a s
     ],
 )
 def test_two_hosts_equal_one_process(fleet, corpus, name, sizes, copied, hosts, more: dict[str, Any]):
-    plan = plan_on_mesh(corpus, name, sizes, **more)
+    plan = plan_on_mesh(corpus, name, sizes, **{**more, "model": replace(more.get("model", MODEL), layers=4)})
     plan = replace(plan, transport="peer", hosts=hosts or hosts_of_size(plan.mesh, 2))
     used = [axis for axis in ORDER if getattr(plan.mesh, axis) > 1 or (axis == "dp" and plan.zero)]
     assert {axis for axis in used if plan.transport_along(axis) == "peer"} == set(copied.split())

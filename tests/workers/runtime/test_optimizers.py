@@ -205,7 +205,10 @@ def test_state_moves_to_any_mesh_and_only_a_changed_optimizers_is_dropped(fleet,
     assert all(torch.equal(found[name], like[name]) for name in found.keys() - zeros.keys())
 
 
-@pytest.mark.parametrize(("name", "sizes", "zero"), [("1f1b", {"tp": 2, "dp": 2}, 1), ("zb-h2", {"pp": 2}, 0)])
+@pytest.mark.parametrize(
+    ("name", "sizes", "zero"),
+    [pytest.param("1f1b", {"tp": 2, "dp": 2}, 1, marks=slow), ("zb-h2", {"pp": 2}, 0)],
+)
 def test_moments_of_another_run_are_corrected_by_all_their_updates(fleet, corpus, tmp_path, name, sizes, zero):
     """As torch counts them, whatever the step of the run that takes them."""
     constant = replace(ADAMW, learning_rate=LearningRate(1e-2, 1e-2, 0, 1, "constant"))

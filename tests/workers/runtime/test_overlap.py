@@ -39,7 +39,8 @@ CASES = [
 @pytest.mark.parametrize("sizes", [{"ep": 2}, pytest.param({"tp": 2}, marks=slow), pytest.param({"cp": 2}, marks=slow)])
 @pytest.mark.parametrize("name", ["dualpipe", pytest.param("dualpipev", marks=slow)])
 def test_overlap_changes_no_bit_and_equals_one_process(fleet, corpus, name, sizes) -> None:
-    plan = plan_of(name, 1, 2, 4, corpus, model=MOE if "ep" in sizes else HEADS, **sizes)
+    model = replace(MOE if "ep" in sizes else HEADS, layers=4)
+    plan = plan_of(name, 1, 2, 4, corpus, model=model, **sizes)
     losses, gradients, _, weights = reference(plan)
     overlapped, sequential = (fleet.run(each, [(0, 1)]) for each in (plan, without_overlap(plan)))
     found = assemble([outcome.gradients[0] for outcome in overlapped], with_tied_copies(weights))

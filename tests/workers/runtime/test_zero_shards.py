@@ -25,6 +25,7 @@ from pentad.workers.checkpoint import checkpoint, shards
 
 pytestmark = pytest.mark.timeout(120)
 slow = pytest.mark.slow
+SHALLOW_HEADS, SHALLOW_MOE = replace(HEADS, layers=4), replace(MOE, layers=4)
 UNITS = {"unit_layers": 2}
 LORA = {"lora": LoraSpec(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj"))}
 TIED = {"model": replace(SHALLOW, tie_word_embeddings=True)}
@@ -35,8 +36,8 @@ MESHES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("1f1b", FOUR, UNITS),
     ("zb-v", FOUR, {"post_validation": True}),
     ("zb-h2", FOUR, {}),
-    ("1f1b", {"dp": 2, "cp": 2}, {"model": HEADS}),
-    ("1f1b", {"dp": 2, "ep": 2}, {"model": MOE}),
+    ("1f1b", {"dp": 2, "cp": 2}, {"model": SHALLOW_HEADS}),
+    ("1f1b", {"dp": 2, "ep": 2}, {"model": SHALLOW_MOE}),
     ("dualpipe", MIRRORED, {}),
     ("dualpipe", MIRRORED, {"unit_layers": 1}),
     ("1f1b", FOUR, {"host_optimizer": True, **UNITS}),
@@ -45,11 +46,12 @@ MESHES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("dualpipev", MIRRORED, {**LORA, "unit_layers": 1}),
 ]
 TWO_EACH = (0, 0, 1, 1)  # hosts of four ranks: replicas of a stage share one
-ALWAYS = [(0, 2, 3), (1, 2, 2), (5, 2, 1), (7, 2, 2)]  # mesh, shards and ZeRO stage
+ALWAYS = [(0, 2, 3), (5, 2, 1), (7, 2, 2)]  # mesh, shards and ZeRO stage
 
 
 def plan_with(corpus: str, shards: int, zero: int, name: str, sizes: dict[str, int], **more: Any) -> Plan:
     options = MemoryOptions(zero=zero, reduce=more.pop("reduce", None))
+    more = {"model": SHALLOW, **more}
     return plan_on_mesh(corpus, name, sizes, memory_options=options, zero_shards=shards, **more)
 
 
@@ -59,7 +61,7 @@ def cases() -> list[Any]:
     return [pytest.param(*case, marks=[] if case in ALWAYS else [slow]) for case in fitting]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mesh", "shards", "zero"), cases())
 def test_shards_with_replicas_equal_one_process(fleet, corpus, mesh, shards, zero):
     name, sizes, more = MESHES[mesh]
@@ -72,10 +74,10 @@ def test_shards_with_replicas_equal_one_process(fleet, corpus, mesh, shards, zer
 @pytest.mark.parametrize(
     ("name", "sizes", "model"),
     [
-        ("1f1b", FOUR, replace(HEADS, layers=4)),
-        ("1f1b", {"dp": 2, "ep": 2}, MOE),
-        ("dualpipe", MIRRORED, replace(HEADS, layers=4)),
-        ("1f1b", {"dp": 2, "tp": 2}, replace(HEADS, layers=4)),
+        ("1f1b", FOUR, SHALLOW_HEADS),
+        ("1f1b", {"dp": 2, "ep": 2}, SHALLOW_MOE),
+        ("dualpipe", MIRRORED, SHALLOW_HEADS),
+        ("1f1b", {"dp": 2, "tp": 2}, SHALLOW_HEADS),
     ],
 )
 def test_muon_with_shards_and_replicas_equals_one_process(fleet, corpus, name, sizes, model, zero):
@@ -89,7 +91,7 @@ def test_muon_with_shards_and_replicas_equals_one_process(fleet, corpus, name, s
     ("name", "sizes", "more"),
     [
         ("1f1b", FOUR, UNITS),
-        ("1f1b", {"dp": 2, "cp": 2}, {"model": HEADS}),
+        ("1f1b", {"dp": 2, "cp": 2}, {"model": SHALLOW_HEADS}),
         ("zb-v", FOUR, {"post_validation": True}),
         ("1f1b", FOUR, LORA),
         ("dualpipe", MIRRORED, {"unit_layers": 1}),
@@ -108,7 +110,7 @@ def test_shards_inside_each_of_two_hosts_are_copied_between_peers(fleet, corpus,
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize(
     ("name", "sizes", "more"),
-    [("1f1b", FOUR, {"model": SHALLOW, "unit_layers": 1}), ("dualpipe", MIRRORED, {}), ("zb-v", FOUR, {})],
+    [("1f1b", FOUR, {"unit_layers": 1}), ("dualpipe", MIRRORED, {}), ("zb-v", FOUR, {})],
 )
 def test_gradients_in_bfloat16_are_rounded_sums_of_groups(fleet, corpus, name, sizes, more, copied, zero):
     """The terms of a group are rounded, and then the sums of groups."""
@@ -140,7 +142,7 @@ def test_a_checkpoint_resumes_with_shards_and_without(fleet, corpus, tmp_path, b
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "sizes", "more"),
-    [("1f1b", FOUR, UNITS), ("dualpipe", MIRRORED, {}), ("1f1b", {"dp": 2, "ep": 2}, {"model": MOE})],
+    [("1f1b", FOUR, UNITS), ("dualpipe", MIRRORED, {}), ("1f1b", {"dp": 2, "ep": 2}, {"model": SHALLOW_MOE})],
 )
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_runs_with_shards_and_replicas_repeat_and_resume_bit_identically(
@@ -153,7 +155,7 @@ def test_runs_with_shards_and_replicas_repeat_and_resume_bit_identically(
 @pytest.mark.parametrize("spec", [replace(each, gathers=True) for each in (DELAYED, BLOCK)])
 def test_runs_in_8_bits_repeat_and_resume_bit_identically(fleet, corpus, tmp_path, spec):
     """Scales of the step before, and gathers in 8 bits."""
-    sizes = {"dp": 4, "layers": 2, "microbatches": 2, "memory_options": MemoryOptions(zero=3), "zero_shards": 2}
+    sizes = {"dp": 4, "layers": 2, "microbatches": 1, "memory_options": MemoryOptions(zero=3), "zero_shards": 2}
     plan = fp8_plan(spec, "1f1b", {**sizes, "unit_layers": 1, "dtype": "float32"}, corpus)
     assert any(map(plan.size_in_8_bits, plan.param_shards)) and plan.num_zero_shards(plan.param_shards[0]) == 2
     assert_repeatable(fleet, plan, tmp_path)
@@ -167,9 +169,9 @@ def test_runs_in_8_bits_repeat_and_resume_bit_identically(fleet, corpus, tmp_pat
         ("1f1b", FOUR, 3, {}),
         ("zb-v", FOUR, 2, {"post_validation": True}),
         ("dualpipe", MIRRORED, 1, {}),
-        ("1f1b", {"dp": 2, "cp": 2}, 3, {"model": HEADS}),
+        ("1f1b", {"dp": 2, "cp": 2}, 3, {"model": SHALLOW_HEADS}),
     ],
 )
 def test_a_lost_rank_gets_its_shards_from_replicas(workers, corpus, name, sizes, zero, more, fault):
     """And the run ends with the bits of one without the loss, without a checkpoint."""
-    check_recovery(workers, plan_with(corpus, 2, zero, name, sizes, dtype="float32", **more), 16, fault)
+    check_recovery(workers, plan_with(corpus, 2, zero, name, sizes, dtype="float32", **more), 12, fault)
