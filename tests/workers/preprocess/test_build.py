@@ -400,16 +400,3 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> Non
     expected = r"OUT is '.*source.txt/out', which cannot be written \(.*\): expected a writable"
     with pytest.raises(PentadError, match=expected):
         build(source, out=source / "out")
-
-
-def test_inspect_describes_the_corpus_as_plain_data(tmp_path: Path) -> None:
-    corpus = build(write_source(tmp_path, ".jsonl", ["the cat", "the dog"]))
-    found = inspect_corpus(corpus.path, samples=2, length=1000)
-    assert json.loads(json.dumps(found)) == found
-    assert (found["tokens"], found["documents"], found["vocab_size"]) == (corpus.tokens, 2, corpus.vocab_size)
-    assert found["trained_tokens"] == corpus.tokens
-    assert [[(segment["text"], segment["trained"]) for segment in sample] for sample in found["samples"]] == [
-        [("the cat<|endoftext|>", True)],
-        [("the dog<|endoftext|>", True)],
-    ]
-    assert [shard["tokens"] for shard in found["shards"]] == [corpus.tokens]
