@@ -72,11 +72,11 @@ def least_in_any_order(layout: Layout, saved: Sequence[Setting], shardings: Sequ
 
 
 def _least_in_any_order(layout: Layout, saved: Sequence[Setting], shardings: Sequence[Sharding], limit: int) -> int:
-    least, state = IMPOSSIBLE, cache(lambda rank: min(state_bytes(layout, rank, *each) for each in shardings))
-    for setting in reversed(saved):
+    least = IMPOSSIBLE
+    for setting, sharding in product(reversed(saved), reversed(shardings)):
         fullest = 0
         for rank in layout.units.different:
-            fullest = max(fullest, state(rank) + _in_any_order(layout, rank, setting))
+            fullest = max(fullest, state_bytes(layout, rank, *sharding) + _in_any_order(layout, rank, setting))
             if fullest > limit:
                 break
         least = min(least, fullest)
