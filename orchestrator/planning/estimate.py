@@ -193,7 +193,7 @@ def bytes_of_reductions(shards: Sequence[Reduced], dtype: str, device: str, *, i
     if not bf16:
         return inbox * wide_bytes(dtype)
     sent = [each.replicas * aligned_part(each.part, each.replicas) for each in shards if each.replicas > 1]
-    sent += [each.count * each.part for each in shards if each.count > 1 and not is_copied]
+    sent += [each.parts * each.part for each in shards if each.parts > 1 and not is_copied]
     at_once = sum(sent) if device == "cpu" else min(INBOX_ELEMENTS, max(sent, default=0))
     return (inbox + is_copied * outbox_of(shards) + 2 * at_once) * BYTES["bfloat16"]
 

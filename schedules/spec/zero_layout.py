@@ -171,10 +171,10 @@ def _first_alike(model: ModelSpec, layers: LayerRange) -> LayerRange:
 
 
 class Reduced(NamedTuple):
-    """A parameter shard that is cut into `count` parts of `part` elements each, of which there are `replicas`."""
+    """A parameter shard that is cut into `parts` parts of `part` elements each, of which there are `replicas`."""
 
     part: int
-    count: int
+    parts: int
     replicas: int
 
 
@@ -192,7 +192,7 @@ def inbox_elements(plan: Plan, rank: int) -> int:
 
 def inbox_of(shards: Iterable[Reduced]) -> int:
     """Elements of an inbox for these shards."""
-    return min(INBOX_ELEMENTS, max(((each.count - 1) * max(2 * ALIGNMENT, each.part) for each in shards), default=0))
+    return min(INBOX_ELEMENTS, max(((each.parts - 1) * max(2 * ALIGNMENT, each.part) for each in shards), default=0))
 
 
 def outbox_elements(plan: Plan, rank: int) -> int:
@@ -203,7 +203,7 @@ def outbox_elements(plan: Plan, rank: int) -> int:
 
 def outbox_of(shards: Iterable[Reduced]) -> int:
     """Elements of an outbox for these shards."""
-    return min(INBOX_ELEMENTS, max((each.count * each.part for each in shards if each.count > 1), default=0))
+    return min(INBOX_ELEMENTS, max((each.parts * each.part for each in shards if each.parts > 1), default=0))
 
 
 def num_muon_elements(plan: Plan, shard: ParamShard, rank: int) -> int:
