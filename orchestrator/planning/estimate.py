@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from operator import mul
 
@@ -29,13 +29,15 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import PIECE_ELEMENTS, PIECES, ROUND_ELEMENTS
 from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
 from pentad.schedules.spec.row_slots import row_slots_size
-from pentad.schedules.spec.tensors import active_parameters, fp8_matrices
+from pentad.schedules.spec.tensors import LayerRange, active_parameters, fp8_matrices
 from pentad.schedules.spec.zero_layout import (
     INBOX_ELEMENTS,
+    Reduced,
     first_layout,
-    inbox_elements,
+    inbox_of,
     num_muon_elements,
-    outbox_elements,
+    outbox_of,
+    reduced_shards,
 )
 
 GRAPHS_BYTES = 3 * 2**30  # of a GPU that CUDA graphs have taken at most (docs/performance.md)
@@ -179,20 +181,21 @@ def _state(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def reduction_bytes(plan: Plan, rank: int) -> int:
+    """`bytes_of_reductions` of a rank's parameter shards."""
+    is_copied, shards = plan.transport_along("dp") == "peer", reduced_shards(plan, rank)
+    return bytes_of_reductions(shards, plan.dtype, plan.device, is_copied=is_copied, bf16=plan.bf16_reduce)
+
+
+def bytes_of_reductions(shards: Sequence[Reduced], dtype: str, device: str, *, is_copied: bool, bf16: bool) -> int:
     """Of the memory in which gradients of other ranks arrive, and in bfloat16 those of the rank leave: on a GPU a
-    chunk's, on a CPU those of all reductions, which may all be under way."""
-    if not plan.bf16_reduce:
-        return inbox_elements(plan, rank) * wide_bytes(plan.dtype)
-    counts = {shard: plan.num_zero_shards(shard) for shard in plan.param_shards_of(rank)}
-    replicas = {shard: plan.num_holders(shard) // count for shard, count in counts.items()}
-    sent = [count * aligned_part(plan.zero_shard_size(shard), count) for shard, count in replicas.items() if count > 1]
-    copied = 0
-    if plan.transport_along("dp") == "peer":
-        copied = inbox_elements(plan, rank) + outbox_elements(plan, rank)
-    else:
-        sent += [padded_elements(plan, shard) for shard, count in counts.items() if count > 1]
-    at_once = sum(sent) if plan.device == "cpu" else min(INBOX_ELEMENTS, max(sent, default=0))
-    return (copied + 2 * at_once) * BYTES["bfloat16"]
+    chunk's, on a CPU those of all reductions, which may all be under way. Peer copies (`is_copied`) need room."""
+    inbox = inbox_of(shards) if is_copied else 0
+    if not bf16:
+        return inbox * wide_bytes(dtype)
+    sent = [each.replicas * aligned_part(each.part, each.replicas) for each in shards if each.replicas > 1]
+    sent += [each.parts * each.part for each in shards if each.parts > 1 and not is_copied]
+    at_once = sum(sent) if device == "cpu" else min(INBOX_ELEMENTS, max(sent, default=0))
+    return (inbox + is_copied * outbox_of(shards) + 2 * at_once) * BYTES["bfloat16"]
 
 
 def copy_slots_bytes(plan: Plan, rank: int) -> int:
@@ -326,10 +329,12 @@ def _tables(plan: Plan, rank: int) -> int:
     if plan.batch.capacity or plan.shares_documents:  # tables of all positions, and those of microbatches in flight
         length += plan.batch.sequence_length + min(most, 2 * plan.mesh.pp) * held
     reads_tokens = {0, plan.program.stages - 1} & set(stages)
-    tables = 0  # a stage has one for every kind of its layers
-    for stage in stages:
-        layers = plan.layers[stage]
-        end = layers.end + model.mtp_layers * layers.has_head
-        tables += len({model.layer_kind(layer) for layer in range(layers.first, end)})
+    tables = sum(num_rotary_tables(model, plan.layers[stage]) for stage in stages)
     rotary = tables * length * model.rotary_width * wide_bytes(plan.dtype)
     return rotary + (tokens if reads_tokens else 0) + (CUBLAS if plan.device == "cuda" else 0)
+
+
+def num_rotary_tables(model: ModelSpec, layers: LayerRange) -> int:
+    """Of a stage: one for every kind of its layers."""
+    end = layers.end + model.mtp_layers * layers.has_head
+    return len({model.layer_kind(layer) for layer in range(layers.first, end)})

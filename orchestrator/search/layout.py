@@ -21,6 +21,7 @@ from pentad.orchestrator.planning.cost_model import (
     stage_seconds,
     transfer_seconds,
 )
+from pentad.orchestrator.planning.estimate import num_rotary_tables
 from pentad.orchestrator.planning.hardware import gpu_of, is_on_host, launched, rates_for
 from pentad.orchestrator.planning.layout import logit_rows, slots_for, split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec, named_kernels
@@ -68,6 +69,11 @@ class UnitBytes(NamedTuple):
     both: int
 
 
+def _in_layers(piece: Piece) -> Piece:
+    """With only what layers depend on of the mesh."""
+    return piece._replace(mesh=replace(piece.mesh, dp=1, pp=1), zero_shards=0)
+
+
 class Work:
     """What is to be planned: a configuration on GPUs, and what its layouts have in common."""
 
@@ -87,6 +93,7 @@ class Work:
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._kinds: dict[LayerRange, int] = {}
         self._numbers: dict[Kind, int] = {}
+        self.unit_bytes: dict[Piece, dict[tuple[int, str, float], UnitBytes]] = {}  # by piece
         self._compute: dict[tuple[Piece, bool], dict[int, Compute]] = {}  # by piece, and whether without graphs
         self._reduce: dict[tuple[Mesh, int, int, int, int], tuple[float, float]] = {}
         self._gather: dict[tuple[Mesh, int, int, int], float] = {}
@@ -166,8 +173,7 @@ class Work:
     def compute(self, piece: Piece, span: LayerRange, rates: Rates | None = None) -> Compute:
         """F, B and W of one piece in a span of layers, at `rates_of` the mesh or at others."""
         rates = rates or self.rates_of(piece.mesh)
-        mesh = replace(piece.mesh, dp=1, pp=1)  # on which nothing else depends
-        known = self._compute.setdefault((piece._replace(mesh=mesh, zero_shards=0), rates is self.rates), {})
+        known = self._compute.setdefault((_in_layers(piece), rates is self.rates), {})
         if (kind := self.kind(span)) not in known:
             stage = stage_seconds(self.model, span, piece, rates, self.lora)
             known[kind] = Compute(stage.forward, stage.backward, stage.weight)
@@ -235,7 +241,6 @@ class Layout:
     unit_layers: int | None
     by_layer: bool
     known: dict[object, float] = field(default_factory=dict)  # bounds of all settings with this layout
-    held: dict[object, UnitBytes] = field(default_factory=dict)  # by the kind of a unit, and how it saves memory
     orders: dict[object, Order] = field(default_factory=dict)  # the first schedule with each compute order
 
     @property
@@ -286,6 +291,11 @@ class Layout:
         return self._of_kinds(lambda unit: self.work.parameters(unit, self.mesh))
 
     @cached_property
+    def unit_bytes(self) -> dict[tuple[int, str, float], UnitBytes]:
+        """What is known yet, by the kind of a unit, what it recomputes, and the share that it offloads."""
+        return self.work.unit_bytes.setdefault(_in_layers(self.piece), {})
+
+    @cached_property
     def gathered_bytes(self) -> tuple[tuple[int, int], ...]:
         """Of each unit's full weights with ZeRO-3, of all but experts and of experts."""
 
@@ -295,6 +305,11 @@ class Layout:
             return dense * size - narrow[0] * (size - 1), experts * size - narrow[1] * (size - 1)
 
         return self._of_kinds(of_unit)
+
+    @cached_property
+    def rotary_tables(self) -> tuple[int, ...]:
+        """How many each unit has."""
+        return self._of_kinds(lambda unit: num_rotary_tables(self.model, unit))
 
     @cached_property
     def plain(self) -> Costs:

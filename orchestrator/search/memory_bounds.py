@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
-from itertools import pairwise
+from functools import cache, partial
+from itertools import pairwise, product
 from math import inf
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,18 +14,23 @@ import numpy as np
 
 from pentad.orchestrator.activations.activation_peaks import run_order, stage_activations
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
-from pentad.orchestrator.planning.estimate import CUBLAS
+from pentad.orchestrator.planning.estimate import CUBLAS, bytes_of_reductions
+from pentad.orchestrator.planning.hardware import NODE_GPUS
 from pentad.orchestrator.search.layout import Layout, UnitBytes
-from pentad.orchestrator.search.space import Setting
+from pentad.orchestrator.search.space import Setting, Sharding
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.ir.columns import Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.lookup import Lookup
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.lora import shard_size, shard_tensors
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import Axis, Mesh, are_copied, hosts_of_size
+from pentad.schedules.spec.plan import aligned_part
+from pentad.schedules.spec.row_slots import ROW_SLOTS, largest_message
 from pentad.schedules.spec.tensors import LayerRange
+from pentad.schedules.spec.zero_layout import Reduced
 
+IMPOSSIBLE = 2**62  # bytes that a setting is said to need which no plan has
 Runs = list[tuple[UnitBytes, int]]  # the units of a stage: equal ones that follow each other, and how many there are
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
 
@@ -58,11 +63,35 @@ def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
     return known[key]
 
 
+def least_in_any_order(layout: Layout, saved: Sequence[Setting], shardings: Sequence[Sharding], limit: int) -> int:
+    """Bytes that each of some settings needs at least, with any of some shardings and in any order; or those of one
+    that is within the limit."""
+    if (key := ("any order", tuple(each.saving for each in saved))) not in layout.known:
+        layout.known[key] = _least_in_any_order(layout, saved, shardings, limit)
+    return int(layout.known[key])
+
+
+def _least_in_any_order(layout: Layout, saved: Sequence[Setting], shardings: Sequence[Sharding], limit: int) -> int:
+    least = IMPOSSIBLE
+    for setting, sharding in product(reversed(saved), reversed(shardings)):
+        fullest = 0
+        for rank in layout.units.different:
+            fullest = max(fullest, state_bytes(layout, rank, *sharding) + _in_any_order(layout, rank, setting))
+            if fullest > limit:
+                break
+        least = min(least, fullest)
+        if least <= limit:
+            break
+    return least
+
+
 def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, *, buffers: bool = True) -> int:
-    """Weights, gradients, master weights and moments of a pipeline rank, and the smallest buffers that ZeRO needs."""
+    """Weights, gradients, master weights and moments of a pipeline rank, its tables, and the smallest buffers that ZeRO
+    and peer copies need."""
     key = "state", layout.units.alike[rank], zero, max_gathered, buffers
     if key not in layout.known:
-        layout.known[key] = _state_bytes(layout, layout.units.of_ranks[rank], zero, max_gathered, buffers=buffers)
+        found = _state_bytes(layout, layout.units.of_ranks[rank], zero, max_gathered, buffers=buffers)
+        layout.known[key] = found + buffers * copy_bytes(layout, rank, zero)
     return int(layout.known[key])
 
 
@@ -90,7 +119,54 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
     state = 2 if work.config.precision.optimizer_state == "bfloat16" else wide
     moments = (1 if work.config.optimizer.name == "muon" else 2) * state
     updated = 0.0 if on_host else shard * (moments + wide - compute)
-    return int(weights + gradients * wide + updated) + CUBLAS
+    return int(weights + gradients * wide + updated) + _table_bytes(layout, units)
+
+
+def most_copied(layout: Layout) -> int:
+    """The most that `copy_bytes` is."""
+    return max(copy_bytes(layout, rank, zero) for rank in layout.units.different for zero in (0, 3))
+
+
+def copy_bytes(layout: Layout, rank: int, zero: int) -> int:
+    """What a pipeline rank exchanges rows and gradients in."""
+    key = "copies", layout.units.alike[rank], zero > 0
+    if key not in layout.known:
+        piece, rows = layout.piece, 0
+        given = layout.model, layout.mesh, piece.tokens, piece.slices, piece.dtype, piece.cp_method
+        for axis, count in ROW_SLOTS.items():
+            rows += count * largest_message(axis, *given) if _are_copied(layout, axis) else 0
+        layout.known[key] = rows * piece.itemsize + _reduction_bytes(layout, layout.units.of_ranks[rank], zero)
+    return int(layout.known[key])
+
+
+def _are_copied(layout: Layout, axis: Axis, zero: int = 0) -> bool:
+    """`are_copied` of a plan with this stage of ZeRO."""
+    config, mesh = layout.work.config, layout.mesh
+    return config.cluster.transport != "nccl" and are_copied(
+        *(mesh, axis, () if config.cluster.transport == "peer" else hosts_of_size(mesh, NODE_GPUS)),
+        zero=zero,
+        zero_shards=layout.piece.zero_shards,
+        has_mirrors=layout.holders > 1,
+        is_dynamic=config.data.balance == "dynamic",
+    )
+
+
+def _reduction_bytes(layout: Layout, units: Sequence[int], zero: int) -> int:
+    work, mesh, shards = layout.work, layout.mesh, list[Reduced]()
+    of_experts = mesh.dp * mesh.cp * layout.holders
+    for kind, holders in enumerate((of_experts * mesh.ep, of_experts)):
+        count = (layout.piece.zero_shards or holders) if zero else 1
+        sizes = {layout.parameters[unit][kind] for unit in units}
+        shards += [Reduced(aligned_part(size, count), count, holders // count) for size in sizes if size]
+    given = {"is_copied": _are_copied(layout, "dp", zero), "bf16": work.config.precision.bf16_reduce}
+    return bytes_of_reductions(shards, work.dtype, "cuda", **given)
+
+
+def _table_bytes(layout: Layout, units: Sequence[int]) -> int:
+    """Rotary tables, and cuBLAS's workspace."""
+    length, width = layout.piece.length * layout.piece.slices, layout.model.rotary_width
+    tables = sum(layout.rotary_tables[unit] for unit in units)
+    return tables * length * width * wide_bytes(layout.work.dtype) + CUBLAS
 
 
 def _beside(layout: Layout, units: Sequence[int], sizes: Sequence[tuple[int, int]]) -> int:
@@ -148,18 +224,27 @@ class MemoryBounds:
         last = len(layout.placement) - 1
         self.ranks = dict.fromkeys((0, last, *range(last)))
         self._held = cache(lambda rank: _held(timed.program, rank, is_local=layout.mesh.is_local))
-        self._known = dict[object, float]()
+        self._known = dict[object, int]()
 
     def least(self, setting: Setting, limit: float = inf) -> int:
         """Bytes of the fullest rank with a setting, or of the first one that exceeds the limit, which it may do in any
         order; those of a custom model's activations, which take long to count, are left out."""
         layout = self.layout
-        saving = setting.recompute, setting.recompute_layers, setting.offload
-        key = "least", setting.zero, setting.max_gathered, saving, limit
+        key = "least", setting.zero, setting.max_gathered, setting.saving, limit
         if key not in layout.known:
-            layout.known[key] = self._most(setting, limit, self._in_any_order, layout.units.different, layout.known)
+            in_any_order = partial(_in_any_order, layout)
+            layout.known[key] = self._most(setting, limit, in_any_order, layout.units.different)
         found = int(layout.known[key])
-        return found if found > limit else self._most(setting, limit, self._activations, self.ranks, self._known, found)
+        return found if found > limit else self._most(setting, limit, self._in_own_order, self.ranks, found)
+
+    def least_of(self, saved: Iterable[Setting], shardings: Sequence[Sharding], limit: int) -> int:
+        """What each of some settings needs at least, with any of some shardings; or one that is within the limit."""
+        found = IMPOSSIBLE
+        for each, (zero, gathered) in product(saved, shardings):
+            found = min(found, self.least(each._replace(zero=zero, max_gathered=gathered), limit))
+            if found <= limit:
+                break
+        return found
 
     def _most(
         self,
@@ -167,36 +252,26 @@ class MemoryBounds:
         limit: float,
         activations: Callable[[int, Setting], int],
         ranks: Iterable[int],
-        known: dict[object, float],
         found: int = 0,
     ) -> int:
         """Of these ranks, until one exceeds the limit."""
-        saving = setting.recompute, setting.recompute_layers, setting.offload
         for rank in ranks:
             state = state_bytes(self.layout, rank, setting.zero, setting.max_gathered)
-            if self.layout.model.custom is None and (key := (rank, *saving)) not in known:
-                known[key] = activations(rank, setting)
-            found = max(found, state + int(known.get((rank, *saving), 0)))
+            found = max(found, state + activations(rank, setting))
             if found > limit:
                 break
         return found
 
-    def _in_any_order(self, rank: int, setting: Setting) -> int:
-        """At the first backward of each stage. That of the last one comes first, and a piece of all stages is saved;
-        where stages have mirrors, of its own."""
-        held = self.layout.placement[rank]
-        stages = {stage: self._of_stage(stage, setting) for stage in held}
-        saved = {stage: sum(unit.saved * count for unit, count in runs) for stage, runs in stages.items()}
-        taken = {stage: saved[stage] + min(_during("B", runs), _during("BW", runs)) for stage, runs in stages.items()}
-        if self.layout.holders == 1:
-            taken[max(held)] += sum(saved.values()) - saved[max(held)]
-        return max(taken.values())
+    def _in_own_order(self, rank: int, setting: Setting) -> int:
+        if (key := (rank, setting.saving)) not in self._known:
+            self._known[key] = 0 if self.layout.model.custom is not None else self._in_order(rank, setting)
+        return self._known[key]
 
-    def _activations(self, rank: int, setting: Setting) -> int:
+    def _in_order(self, rank: int, setting: Setting) -> int:
         if setting.offload or (self.timed.has_pairs and not self.layout.mesh.is_local):
             return self._by_unit(rank, setting)
         stages = self.layout.placement[rank]
-        runs = {stage: self._of_stage(stage, setting) for stage in stages}
+        runs = {stage: _of_stage(self.layout, stage, setting) for stage in stages}
         bytes_of = np.array([sum(unit[k] * count for unit, count in runs[stage]) for k in (0, 1) for stage in stages])
         held = self._held(rank)
         during = np.array([_during(name, runs[stage]) for name, stage in held.actions])
@@ -208,9 +283,9 @@ class MemoryBounds:
         copies = self.timed.copies
         sizes = np.zeros((copies.program.stages, len(UnitBytes._fields) + 1), int)
         for stage in self.layout.placement[rank]:
-            for units, mode, share in self._equal_units(stage, setting):
-                plain = self._of_unit(units.start, mode, 0.0)
-                copied = plain.saved - self._of_unit(units.start, mode, share).saved
+            for units, mode, share in _equal_units(self.layout, stage, setting):
+                plain = _of_unit(self.layout, units.start, mode, 0.0)
+                copied = plain.saved - _of_unit(self.layout, units.start, mode, share).saved
                 sizes[units.start : units.stop] = *plain, copied
         saved, deferred, *during, moved = sizes.T
         rows = copies.rows_of_rank(rank, is_local=self.layout.mesh.is_local)
@@ -219,41 +294,6 @@ class MemoryBounds:
         weights, count = moved[rows.copied], len(rows.kind)
         away = np.bincount(rows.reload, weights, count) - np.bincount(rows.release, weights, count)
         return int((np.cumsum(changes) - changes + np.cumsum(away) + most).max(initial=0))
-
-    def _equal_units(self, stage: int, setting: Setting) -> Iterator[tuple[range, str, float]]:
-        """Units of one kind that follow each other and save memory in one way: what they recompute, and the share that
-        they offload."""
-        layout = self.layout
-        for run in layout.units.runs[stage]:
-            saves, late = bool(layout.units.layers[run.start].numbers), run.stop  # the first that does not recompute
-            if setting.recompute_layers is not None:
-                late = bisect_left(layout.units.layers_before, setting.recompute_layers, run.start, run.stop)
-            mode, share = (setting.recompute, setting.offload) if saves else ("none", 0.0)
-            parts = (range(run.start, late), mode), (range(late, run.stop), "none")
-            yield from ((units, how, share) for units, how in parts if units)
-
-    def _of_stage(self, stage: int, setting: Setting) -> Runs:
-        equal = self._equal_units(stage, setting)
-        return [(self._of_unit(units.start, mode, share), len(units)) for units, mode, share in equal]
-
-    def _of_unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
-        key = self.layout.units.kinds[unit], mode, offload
-        if key not in self.layout.held:
-            self.layout.held[key] = self._unit(unit, mode, offload)
-        return self.layout.held[key]
-
-    def _unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
-        """What is offloaded does not count until it is back for its backward."""
-        found = stage_activations(self.layout.model, self.layout.units.layers, unit, self.layout.piece)
-        kept, least = found.kept(mode), min(found.kept(mode), found.not_offloadable)
-        saved = least + int((1 - offload) * (kept - least)) if offload else kept
-        restored = kept - saved
-        again = 0 if mode == "none" else found.saved - kept
-        workspace = 0 if mode == "none" else found.recompute
-        backward, both = (
-            restored + again + max(workspace, effect.peak) for effect in (found.backward, found.backward_and_weight)
-        )
-        return UnitBytes(saved, found.deferred, found.forward(mode).peak, backward, both)
 
 
 def _during(name: str, runs: Runs) -> int:
@@ -265,3 +305,62 @@ def _during(name: str, runs: Runs) -> int:
         most = max(most, passed + own + max(0, each * (count - 1)))
         passed += each * count
     return most
+
+
+def _in_any_order(layout: Layout, rank: int, setting: Setting) -> int:
+    """Bytes of activations; those of a custom model, which take long to count, are left out."""
+    if layout.model.custom is not None:
+        return 0
+    if (key := (layout.units.alike[rank], setting.saving)) not in layout.known:
+        layout.known[key] = _at_first_backward(layout, rank, setting)
+    return int(layout.known[key])
+
+
+def _at_first_backward(layout: Layout, rank: int, setting: Setting) -> int:
+    """At the first backward of each stage. That of the last one comes first, and a piece of all stages is saved;
+    where stages have mirrors, of its own."""
+    held = layout.placement[rank]
+    stages = {stage: _of_stage(layout, stage, setting) for stage in held}
+    saved = {stage: sum(unit.saved * count for unit, count in runs) for stage, runs in stages.items()}
+    taken = {stage: saved[stage] + min(_during("B", runs), _during("BW", runs)) for stage, runs in stages.items()}
+    if layout.holders == 1:
+        taken[max(held)] += sum(saved.values()) - saved[max(held)]
+    return max(taken.values())
+
+
+def _equal_units(layout: Layout, stage: int, setting: Setting) -> Iterator[tuple[range, str, float]]:
+    """Units of one kind that follow each other and save memory in one way: what they recompute, and the share that
+    they offload."""
+    for run in layout.units.runs[stage]:
+        saves, late = bool(layout.units.layers[run.start].numbers), run.stop  # the first that does not recompute
+        if setting.recompute_layers is not None:
+            late = bisect_left(layout.units.layers_before, setting.recompute_layers, run.start, run.stop)
+        mode, share = (setting.recompute, setting.offload) if saves else ("none", 0.0)
+        parts = (range(run.start, late), mode), (range(late, run.stop), "none")
+        yield from ((units, how, share) for units, how in parts if units)
+
+
+def _of_stage(layout: Layout, stage: int, setting: Setting) -> Runs:
+    equal = _equal_units(layout, stage, setting)
+    return [(_of_unit(layout, units.start, mode, share), len(units)) for units, mode, share in equal]
+
+
+def _of_unit(layout: Layout, unit: int, mode: str, offload: float) -> UnitBytes:
+    known, key = layout.unit_bytes, (layout.units.kinds[unit], mode, offload)
+    if key not in known:
+        known[key] = _unit(layout, unit, mode, offload)
+    return known[key]
+
+
+def _unit(layout: Layout, unit: int, mode: str, offload: float) -> UnitBytes:
+    """What is offloaded does not count until it is back for its backward."""
+    found = stage_activations(layout.model, layout.units.layers, unit, layout.piece)
+    kept, least = found.kept(mode), min(found.kept(mode), found.not_offloadable)
+    saved = least + int((1 - offload) * (kept - least)) if offload else kept
+    restored = kept - saved
+    again = 0 if mode == "none" else found.saved - kept
+    workspace = 0 if mode == "none" else found.recompute
+    backward, both = (
+        restored + again + max(workspace, effect.peak) for effect in (found.backward, found.backward_and_weight)
+    )
+    return UnitBytes(saved, found.deferred, found.forward(mode).peak, backward, both)

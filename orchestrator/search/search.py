@@ -24,7 +24,7 @@ from itertools import chain, count, groupby, product
 from operator import attrgetter
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.memory.copy_slots import NCCL, most_copied
+from pentad.orchestrator.memory.copy_slots import NCCL
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning.estimate import GRAPHS_BYTES, shards_differ, simulated_seconds
@@ -33,11 +33,17 @@ from pentad.orchestrator.planning.hardware import require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search.branches import Branch, Chain, Fitting, Group, LaidOut, Ordered, Shape
 from pentad.orchestrator.search.layout import Layout, Work
-from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
+from pentad.orchestrator.search.memory_bounds import (
+    IMPOSSIBLE,
+    MemoryBounds,
+    least_in_any_order,
+    least_state_bytes,
+    most_copied,
+)
 from pentad.orchestrator.search.memory_savings import most_saving, savings_of, shardings_of
 from pentad.orchestrator.search.placement_bounds import order_bound, placement_bound, shape_bound
 from pentad.orchestrator.search.result import Missed, Planned, Refusal, SearchResult, without_evaluation
-from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, reset, space_of, with_setting
+from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Space, reset, space_of, with_setting
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
@@ -47,7 +53,6 @@ from pentad.schedules.verify.check import check
 
 LISTED = 5
 ROUNDING = 1e-9
-IMPOSSIBLE = 2**62  # bytes that a setting is said to need which no plan has
 Need = tuple[int, float | None]  # bytes of a setting's fullest rank but for optional graphs; seconds if it fits
 
 
@@ -90,7 +95,7 @@ def _add_over_nccl(first: _Search, listed: int) -> None:
         refusal = second.found.refusals.get(mesh)
         if refusal is None:
             del found.refusals[mesh]
-        elif refusal.least_bytes:
+        elif 0 < refusal.least_bytes < found.refusals[mesh].least_bytes:
             found.refusals[mesh] = refusal
 
 
@@ -105,7 +110,7 @@ class _Search:
         self._refused: dict[Mesh, Counter[str]] = {}
         self._least: dict[Mesh, int] = {}
         self._known = dict[Setting, Need]()
-        self.crowded = set[Mesh]()  # on which a plan would fit without slots of peer copies
+        self.crowded = set[Mesh]()  # on which a plan may fit without slots of peer copies
 
     def run(self, listed: int) -> None:
         shapes = [*chain.from_iterable(map(self._possible, self.space.meshes))]
@@ -143,9 +148,11 @@ class _Search:
     def _refuse(self, mesh: Mesh, error: PentadError) -> None:
         self._refused.setdefault(mesh, Counter())[str(error)] += 1
 
-    def _needs(self, mesh: Mesh, least: int) -> None:
-        """Notes what a setting of a mesh, which does not fit, needs at least."""
+    def _needs(self, mesh: Mesh, least: int, copied: int = 0) -> None:
+        """Notes what a setting of a mesh, which does not fit, needs at least, of which peer copies take so much."""
         self._least[mesh] = min(least, self._least.get(mesh, least))
+        if least - copied <= self.device.bytes:
+            self.crowded.add(mesh)
 
     def _possible(self, mesh: Mesh) -> Iterator[Shape]:
         """Shapes whose sizes divide."""
@@ -227,8 +234,6 @@ class _Search:
         shape, order, unit_layers, shards = branch
         layout_of = partial(self.work.layout, *shape[:2], order, shards=shards or 0)
         layout = layout_of(unit_layers, by_layer=False)
-        if not self._has_room_for_state(layout):
-            return
         is_other = unit_layers is not None and None in self.space.unit_layers
         if is_other and layout.units.counts == layout_of(None, by_layer=False).units.counts:
             return
@@ -242,27 +247,24 @@ class _Search:
         if not is_same and 1 not in self.space.unit_layers:
             found.append(LaidOut(setting, by_layer, False, True, shardings))
         for each in found:
-            self._push(order_bound(each.layout, order, shape.microbatches), each)
+            saved, every = most_saving(self.space, *each[:4]), [*chain.from_iterable(shardings)]
+            if self._may_fit(each.layout, least_in_any_order(each.layout, saved, every, self.device.bytes)):
+                self._push(order_bound(each.layout, order, shape.microbatches), each)
 
     def _groups(self, branch: LaidOut) -> None:
         """By ZeRO's stage and gathered units, with the order that is made here if any may fit."""
         setting, layout, is_plain, is_saving, shardings = branch
-        saved = most_saving(self.space, setting, layout, is_plain, is_saving)
-        timed = Timed(layout, setting.order, setting.microbatches)
+        saved, timed = most_saving(self.space, *branch[:4]), Timed(layout, setting.order, setting.microbatches)
         bounds = MemoryBounds(layout, timed)
         for row in shardings:
-            if self._may_fit(bounds, saved, row):
+            if self._may_fit(layout, bounds.least_of(saved, row, self.device.bytes)):
                 self._push_group(Group(setting, timed, bounds, is_plain, is_saving, row))
 
-    def _may_fit(self, bounds: MemoryBounds, saved: Sequence[Setting], row: Sequence[Sharding]) -> bool:
-        """Whether anything of a row may, or else is to be named as the first that does not."""
-        least = IMPOSSIBLE
-        for each, (zero, gathered) in product(saved, row):
-            least = min(least, bounds.least(each._replace(zero=zero, max_gathered=gathered), self.device.bytes))
-            if least <= self.device.bytes or self.found.missed is None:
-                return True
-        self._needs(bounds.layout.mesh, least)
-        return False
+    def _may_fit(self, layout: Layout, least: int) -> bool:
+        """Whether what needs so much at least may, or else is to be named as the first that does not."""
+        if least > self.device.bytes:
+            self._needs(layout.mesh, least, most_copied(layout))
+        return least <= self.device.bytes or self.found.missed is None
 
     def _push_group(self, group: Group, least: float = 0.0) -> None:
         """With the first of its later shardings, which takes at least this many seconds."""
@@ -296,7 +298,7 @@ class _Search:
         least = bounds.least(setting, self.device.bytes)
         if least <= self.device.bytes:
             return self._planned(setting, bounds.timed)
-        self._needs(setting.mesh, least)
+        self._needs(setting.mesh, least, most_copied(bounds.layout))
         return least, None
 
     def _chains(self, group: Group, rooms: Sequence[int]) -> Iterator[tuple[tuple[int, int], Chain]]:
@@ -312,7 +314,7 @@ class _Search:
                 of, faster = partial(variants, setting), group.chains.get(key)
                 yield key, Chain(settings, of, timed, bounds, plain, room, -1, len(settings), faster)
             elif room == self.device.bytes:  # not even its last setting fits
-                self._needs(setting.mesh, least)
+                self._needs(setting.mesh, least, most_copied(timed.layout))
 
     def _variants(self, setting: Setting) -> Variants:
         return Variants(with_setting(self.compared, setting, self.held), "cuda", self.device)
@@ -343,10 +345,10 @@ class _Search:
         """Plans a setting, one of some variants or with a program of its own, and pushes it if it fits, unless that was
         done for a schedule with the same compute order."""
         if (alike := setting._replace(order=timed.first_alike)) not in self._known:
-            self._known[alike] = self._plan(setting, of)
+            self._known[alike] = self._plan(setting, timed, of)
         return self._known[alike]
 
-    def _plan(self, setting: Setting, of: Callable[[], Variants] | None) -> Need:
+    def _plan(self, setting: Setting, timed: Timed, of: Callable[[], Variants] | None) -> Need:
         try:
             if of is None:
                 variants = self._variants(setting)
@@ -357,9 +359,7 @@ class _Search:
             self.found.planned += 1
             needed = variants.needed(plan)
             if needed > self.device.bytes:
-                self._needs(setting.mesh, needed)
-                if needed - most_copied(plan) <= self.device.bytes:
-                    self.crowded.add(setting.mesh)
+                self._needs(setting.mesh, needed, most_copied(timed.layout))
                 return needed, None
             seconds = variants.seconds(plan)
             is_final = self.evaluates_nothing and variants.is_exact(plan) and not shards_differ(plan)

@@ -75,6 +75,11 @@ class Setting(NamedTuple):
     shards: int | None = None
 
     @property
+    def saving(self) -> tuple[str, int | None, float]:
+        """What saves activations."""
+        return self.recompute, self.recompute_layers, self.offload
+
+    @property
     def values(self) -> dict[str, Any]:
         """By key of the configuration."""
         return {

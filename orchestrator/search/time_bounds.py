@@ -261,13 +261,13 @@ class Timed:
         """A lane copies to the host, in the order of forwards, and another one back, in the order of backwards, what
         units save; not that of the last two of a part, whose backward may follow too soon. What the last forward saves
         comes to the host last, and comes back before what later backwards need. Where a backward follows its forward at
-        once, each copy to the host ends before the first one back begins."""
+        once, each copy to the host ends before the first one back begins; and a forward may be `_held_up`."""
         moved, waiting = [0.0] * len(self.units_of_parts), 0.0
         for part in rank.held:
             inner = [unit for unit in self.units_of_parts[part] if self.layout.units.layers[unit].numbers]
             moved[part] = sum(seconds[unit] for unit in inner[:-2])
-            count, turn = rank.turns(part)
-            waiting += count * max(0.0, 2 * moved[part] - turn)
+            late, (count, turn) = self._held_up(part, seconds), rank.turns(part)
+            waiting += rank.forwards(part) * late + count * max(0.0, 2 * moved[part] - turn - late)
         each = np.array(moved)
         forwards, backwards = np.flatnonzero(_FORWARD[rank.op]), np.flatnonzero(_BACKWARD[rank.op])
         last = forwards[-1]
@@ -275,6 +275,19 @@ class Timed:
         back = backwards[np.argmax(own) :]
         lanes = each[rank.part[forwards]].sum() + each[rank.part[back]].sum()
         return max(float(rank.starts[0]) + rank.work + waiting, float(lanes))
+
+    def _held_up(self, part: int, seconds: Sequence[float]) -> float:
+        """Seconds for which a forward waits for its own copies: a unit takes over the memory of an earlier one."""
+        costs, ahead = self.layout.plain, 1 + (self.layout.work.config.memory.offload_prefetch or 1)
+        computed = now = 0.0
+        copied = list[float]()  # when, by unit with layers
+        for unit in self.units_of_parts[part]:
+            has_layers, own = bool(self.layout.units.layers[unit].numbers), costs.forward[unit] + costs.launch
+            now = max(now, copied[-ahead] if has_layers and len(copied) >= ahead else 0.0) + own
+            computed += own
+            if has_layers:
+                copied.append(max([now, *copied[-1:]]) + seconds[unit])
+        return now - computed
 
     def _reduced(self, rank: RankTimes, costs: Costs, reduce: Sequence[float]) -> float:
         """The reductions of a part's gradients, which take so long by unit, come after its last backward has begun, and
@@ -369,6 +382,9 @@ class RankTimes:
         rows = np.flatnonzero(same & _FORWARD[self.op[:-1]] & _BACKWARD[self.op[1:]])
         pairs = self.seconds[self.action[rows]] + self.seconds[self.action[rows + 1]]
         return len(rows), float(pairs.max(initial=0.0))
+
+    def forwards(self, part: int) -> int:
+        return int(((self.part == part) & _FORWARD[self.op]).sum())
 
     def readers(self, part: int) -> int:
         """Actions that read a part's weights."""

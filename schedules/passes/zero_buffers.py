@@ -156,39 +156,42 @@ def longest(pools: Sequence[Pool]) -> tuple[int, ...]:
 
 def _laid_out(program: Program, places: list[Place], apart: list[int], *, trained: bool = False) -> Pool:
     """By kind, the smaller of two layouts: largest first, each at the lowest address where it meets none of those that
-    it has to be `apart` from, as of `overlapping`; or, where two do, in turn at the start and after the largest that is
-    there."""
+    it has to be `apart` from, as of `overlapping`; or, if none of these meet each other, in turn at the start and at
+    the end of what two of them take at most."""
     if not places:
         return Pool({}, ())
     sizes_of = gradient_sizes if trained else weight_sizes
     sizes = np.array([sizes_of(program, stage) for stage, _ in places], np.int64)
-    turns, columns = _two_turns(apart), []
+    turns, pairs = _two_turns(apart)
+    columns = list[Array]()
     for each in sizes.T:
         layouts = [first_fit(each, apart)]
         if turns is not None:
-            layouts.append(np.where(turns, each[~turns].max(initial=0), 0))
+            layouts.append(np.where(turns, each[pairs].sum(axis=0).max(initial=each.max()) - each, 0))
         columns.append(min(layouts, key=lambda offsets: int((offsets + each).max())))
     offsets = np.stack(columns, axis=1)
     elements = tuple((offsets + sizes).max(axis=0).tolist())
     return Pool(dict(zip(places, map(tuple, offsets.tolist()), strict=True)), elements)
 
 
-def _two_turns(apart: list[int]) -> Array | None:
-    """[places] bool such that places that have to be apart differ; None if there is none."""
-    turns = [0, 0]  # the places of each, as bits
+def _two_turns(apart: list[int]) -> tuple[Array | None, Array]:
+    """[places] bool such that places that have to be apart differ, None if there is none; [2, pairs] those places."""
+    turns, pairs = [0, 0], list[tuple[int, int]]()  # the places of each turn, as bits
     for start in range(len(apart)):
         turn, level = 0, 1 << start & ~(turns[0] | turns[1])
         while level:
             turns[turn] |= level
             others = 0
             for place in bits_of(level):
-                others |= apart[place] & ~(1 << place)
+                found = apart[place] & ~(1 << place)
+                pairs += [(place, other) for other in bits_of(found & ~turns[1 - turn])]
+                others |= found
             if others & turns[turn]:
-                return None
+                return None, np.zeros((2, 0), int)
             turn, level = 1 - turn, others & ~turns[1 - turn]
-    found = np.zeros(len(apart), bool)
-    found[list(bits_of(turns[1]))] = True
-    return found
+    is_second = np.zeros(len(apart), bool)
+    is_second[list(bits_of(turns[1]))] = True
+    return is_second, np.array(pairs, int).reshape(-1, 2).T
 
 
 def bits_of(number: int) -> Iterator[int]:

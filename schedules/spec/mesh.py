@@ -116,8 +116,9 @@ def ranks_in_host_order(mesh: Mesh) -> list[int]:
 @lru_cache(maxsize=256)
 def hosts_of_size(mesh: Mesh, gpus: int) -> tuple[int, ...]:
     """The host of each rank where every host has `gpus` GPUs; empty if there is only one."""
-    host = {rank: place // gpus for place, rank in enumerate(ranks_in_host_order(mesh))}
-    return numbered(host[rank] for rank in range(mesh.size))
+    places = np.arange(mesh.size).reshape([getattr(mesh, axis) for axis in HOST_ORDER])
+    by_rank = places.transpose([HOST_ORDER.index(axis) for axis in ORDER]).ravel()
+    return numbered((by_rank // gpus).tolist())
 
 
 def numbered(names: Iterable[Hashable]) -> tuple[int, ...]:
@@ -139,3 +140,18 @@ def are_on_one_host(mesh: Mesh, axes: tuple[Axis, ...], hosts: tuple[int, ...], 
     groups = groups.reshape(-1, math.prod(shape[place] for place in along))
     parts = (groups[:, first : first + (size or mesh.size)] for first in range(0, groups.shape[1], size or mesh.size))
     return all(bool((part == part[:, :1]).all()) for part in parts)
+
+
+def are_copied(
+    mesh: Mesh, axis: Axis, hosts: tuple[int, ...], *, zero: int, zero_shards: int, has_mirrors: bool, is_dynamic: bool
+) -> bool:
+    """Whether ranks on these hosts move data along an axis by peer copies: each of their groups is on one host.
+
+    'dp' stands for the holders that ZeRO cuts the same parameters over, which gather and reduce; without ZeRO all
+    reduce, and ranks of data-aware groups (`is_dynamic`) along cp and ep exchange what differs from step to step: both
+    by NCCL."""
+    if axis != "dp":
+        return (axis in ("pp", "tp") or not is_dynamic) and are_on_one_host(mesh, (axis,), hosts)
+    # of all but experts, and of experts; pp too for DualPipe's mirrors
+    groups = ((*DENSE_AXES, "pp"),) if has_mirrors and not zero_shards else (DENSE_AXES, EXPERT_AXES)
+    return zero > 0 and all(are_on_one_host(mesh, axes, hosts, zero_shards) for axes in groups)

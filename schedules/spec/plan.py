@@ -18,7 +18,7 @@ from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpMethod
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalSpec
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
-from pentad.schedules.spec.mesh import DENSE_AXES, EXPERT_AXES, Axis, Coordinates, Mesh, are_on_one_host
+from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh, are_copied
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec, SpikeSpec
 from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, Tensor, gathered_in_8_bits, layers_of_sizes
@@ -150,20 +150,17 @@ class Plan:
         return self.program.placement[self.mesh.coordinates(rank).pp]
 
     def transport_along(self, axis: Axis) -> str:
-        """What moves data between ranks along an axis: 'gloo', 'nccl', or 'peer' if each of their groups is on one
-        host. 'dp' stands for the holders that ZeRO cuts the same parameters over, which gather and reduce; without ZeRO
-        all reduce, and ranks of data-aware groups along cp and ep exchange what differs from step to step: both by
-        NCCL."""
+        """What moves data between ranks along an axis: 'gloo', 'nccl', or 'peer' where `are_copied`."""
         if self.transport != "peer":
             return self.transport
-        is_copied = self.zero > 0 if axis == "dp" else axis in ("pp", "tp") or not self.batch.capacity
-        groups: tuple[tuple[Axis, ...], ...] = ((axis,),)
-        if axis == "dp":  # of all but experts, and of experts; pp too for DualPipe's mirrors
-            has_mirrors = len(self.program.holders(0)) > 1 and not self.zero_shards
-            groups = ((*DENSE_AXES, "pp"),) if has_mirrors else (DENSE_AXES, EXPERT_AXES)
-        size = self.zero_shards if axis == "dp" else 0
-        on_hosts = all(are_on_one_host(self.mesh, axes, self.hosts, size) for axes in groups)
-        return "peer" if is_copied and on_hosts else "nccl"
+        found = are_copied(
+            *(self.mesh, axis, self.hosts),
+            zero=self.zero,
+            zero_shards=self.zero_shards,
+            has_mirrors=len(self.program.holders(0)) > 1,
+            is_dynamic=self.batch.capacity > 0,
+        )
+        return "peer" if found else "nccl"
 
     def ranks_beside(self, rank: int) -> tuple[int, ...]:
         """The ranks on the host of a rank, itself included, in ascending order."""

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
-from pentad.schedules.spec.mesh import Axis
+from pentad.schedules.spec.cp_layout import CpMethod
+from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.plan import ALIGNMENT, Plan
 
@@ -32,17 +33,27 @@ def row_slots_size(plan: Plan) -> int:
 
 
 def row_slot_elements(plan: Plan, axis: Axis) -> int:
-    """Elements in the dtype of compute of each slot of an axis: the largest message that its ranks exchange. 0 where
-    they communicate by NCCL or gloo."""
-    size = getattr(plan.mesh, axis)
-    if size == 1 or plan.transport_along(axis) != "peer":
+    """Elements in the dtype of compute of each slot of an axis. 0 where its ranks communicate by NCCL or gloo."""
+    if plan.transport_along(axis) != "peer":
+        return 0
+    sizes = plan.slice_tokens, plan.program.slices, plan.dtype
+    return largest_message(axis, plan.model, plan.mesh, *sizes, plan.cp_method)
+
+
+def largest_message(
+    axis: Axis, model: ModelSpec, mesh: Mesh, tokens: int, slices: int, dtype: str, cp_method: CpMethod
+) -> int:
+    """Elements, in `dtype`, of the largest message that ranks along an axis exchange inside layers; `tokens` are those
+    of one of the `slices` of a microbatch."""
+    size = getattr(mesh, axis)
+    if size == 1:
         return 0
     if axis == "cp":
-        elements = _context_elements(plan)
+        elements = _context_elements(model, mesh, tokens * slices, dtype, cp_method)
     elif axis == "ep":  # each rank has tokens of its own
-        elements = size * plan.slice_tokens * plan.model.hidden
+        elements = size * tokens * model.hidden
     else:
-        elements = plan.slice_tokens * _gathered_width(plan.model)
+        elements = tokens * _gathered_width(model)
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
@@ -52,16 +63,14 @@ def _gathered_width(model: ModelSpec) -> int:
     return model.hidden if mla is None else max(model.hidden, mla.q_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim)
 
 
-def _context_elements(plan: Plan) -> int:
-    model, mesh, mla = plan.model, plan.mesh, plan.model.mla
-    tokens = plan.batch.micro_batch_size * plan.batch.sequence_length // mesh.cp
-    heads = model.heads // mesh.tp
+def _context_elements(model: ModelSpec, mesh: Mesh, tokens: int, dtype: str, cp_method: CpMethod) -> int:
+    mla, heads = model.mla, model.heads // mesh.tp
     kv_heads = heads if mla is not None else max(1, model.kv_heads // mesh.tp)
     query, value = model.qk_head_dim, model.qk_head_dim if mla is None else mla.v_head_dim
-    if plan.cp_method == "ulysses":  # each rank gets a key-value head at least
+    if cp_method == "ulysses":  # each rank gets a key-value head at least
         return tokens * (heads * query + max(kv_heads, mesh.cp) * (query + value))
-    wide = 2 if plan.dtype == "bfloat16" else 1  # gradients of keys and values are summed in float32 or wider
-    senders = mesh.cp if plan.cp_method == "all_gather" else 1
+    wide = 2 if dtype == "bfloat16" else 1  # gradients of keys and values are summed in float32 or wider
+    senders = mesh.cp if cp_method == "all_gather" else 1
     return senders * wide * tokens * kv_heads * (query + value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
@@ -170,22 +170,40 @@ def _first_alike(model: ModelSpec, layers: LayerRange) -> LayerRange:
     return layers._replace(first=first, end=first + len(layers.numbers))
 
 
+class Reduced(NamedTuple):
+    """A parameter shard that is cut into `parts` parts of `part` elements each, of which there are `replicas`."""
+
+    part: int
+    parts: int
+    replicas: int
+
+
+def reduced_shards(plan: Plan, rank: int) -> list[Reduced]:
+    counts = {shard: plan.num_zero_shards(shard) for shard in plan.param_shards_of(rank)}
+    return [
+        Reduced(plan.zero_shard_size(each), count, plan.num_holders(each) // count) for each, count in counts.items()
+    ]
+
+
 def inbox_elements(plan: Plan, rank: int) -> int:
     """Elements of the memory of a rank in whose halves the gradients of its peers arrive to be added."""
-    if plan.transport_along("dp") != "peer":
-        return 0
-    shards = plan.param_shards_of(rank)
-    arriving = ((plan.num_zero_shards(each) - 1) * max(2 * ALIGNMENT, plan.zero_shard_size(each)) for each in shards)
-    return min(INBOX_ELEMENTS, max(arriving))
+    return inbox_of(reduced_shards(plan, rank)) if plan.transport_along("dp") == "peer" else 0
+
+
+def inbox_of(shards: Iterable[Reduced]) -> int:
+    """Elements of an inbox for these shards."""
+    return min(INBOX_ELEMENTS, max(((each.parts - 1) * max(2 * ALIGNMENT, each.part) for each in shards), default=0))
 
 
 def outbox_elements(plan: Plan, rank: int) -> int:
     """Elements of the memory of a rank in which its peers find its gradients in bfloat16; equal on all of them."""
-    if plan.transport_along("dp") != "peer" or not plan.bf16_reduce:
-        return 0
-    shards = [shard for shard in plan.param_shards_of(rank) if plan.num_zero_shards(shard) > 1]
-    read = (plan.num_zero_shards(shard) * plan.zero_shard_size(shard) for shard in shards)
-    return min(INBOX_ELEMENTS, max(read, default=0))
+    is_copied = plan.transport_along("dp") == "peer" and plan.bf16_reduce
+    return outbox_of(reduced_shards(plan, rank)) if is_copied else 0
+
+
+def outbox_of(shards: Iterable[Reduced]) -> int:
+    """Elements of an outbox for these shards."""
+    return min(INBOX_ELEMENTS, max((each.parts * each.part for each in shards if each.parts > 1), default=0))
 
 
 def num_muon_elements(plan: Plan, shard: ParamShard, rank: int) -> int:

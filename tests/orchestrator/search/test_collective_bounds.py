@@ -55,3 +55,16 @@ def test_no_plan_of_interleaved_microbatches_needs_less_memory_than_its_bound(na
     plan = make_plan(with_setting(CONFIG, setting), "cuda", proved=False)
     needed = max(each["total"] for each in pipeline_memories(plan))
     assert 0.9 * needed < bound <= needed
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(pp=2)])
+def test_forwards_wait_for_the_copies_of_what_they_save(mesh: Mesh) -> None:
+    """Before the order is simulated beside copies, which take longer than the forwards of their layers."""
+    setting = Setting(mesh, 32, Order("1f1b"), zero=3 * (mesh.pp == 1), offload=1.0)
+    layout = Work(CONFIG).layout_of(setting)
+    timed = Timed(layout, setting.order, setting.microbatches)
+    plain = timed.bound(setting.zero, None)
+    assert layout.offload("none", 1.0)[1] > layout.plain.forward[1]
+    bound, simulated = timed.bound_with(plain, setting), timed.simulated_with(setting)
+    seconds = simulated_seconds(make_plan(with_setting(CONFIG, setting), "cuda", proved=False))
+    assert 1.1 * plain < bound and 0.85 * seconds < bound <= simulated <= seconds * (1 + 1e-9)

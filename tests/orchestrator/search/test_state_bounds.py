@@ -1,4 +1,5 @@
-"""Where no mesh holds the state of its ranks the search ends at once, and says what each needs at least."""
+"""Where no mesh holds the state of its ranks the search ends at once, and says what each needs at least: nearly all of
+it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ from typing import Any
 import pytest
 
 from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.estimate import memory
 from pentad.orchestrator.planning.fit import DeviceMemory
+from pentad.orchestrator.search.layout import Work
+from pentad.orchestrator.search.memory_bounds import state_bytes
 from pentad.orchestrator.search.result import plan_setting
 from pentad.orchestrator.search.search import search
 from pentad.orchestrator.search.space import Order, Setting
@@ -35,3 +39,20 @@ def test_no_order_is_made_where_no_mesh_holds_its_state(monkeypatch: pytest.Monk
     ):
         least = found.refusals[setting.mesh].least_bytes
         assert found.device.bytes < least <= plan_setting(config, setting, ()).bytes
+
+
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [(Mesh(dp=2, tp=4), 3), (Mesh(cp=4, tp=2), 3), (Mesh(pp=2, tp=4), 0), (Mesh(dp=4, tp=2), 1)]
+)
+def test_bounds_count_slots_tables_and_gathered_units(mesh: Mesh, zero: int, reduce: str) -> None:
+    """Of units of a layer between a large embedding and a large head, and of ranks that exchange rows and gradients."""
+    sizes = ["layers=16", "hidden=4096", "heads=32", "kv_heads=8", "ffn=14336", "vocab=128256"]
+    config = load(None, [*(f"model.{each}" for each in sizes), *WORDS, f"precision.reduce={reduce}"])
+    setting = Setting(mesh, 16, Order("1f1b"), zero, unit_layers=1)
+    layout, plan = Work(config).layout_of(setting), plan_setting(config, setting, ()).plan
+    for pp, rank in enumerate(plan.mesh.group(("pp",), 0)):
+        found = memory(plan, rank)
+        state, needed = state_bytes(layout, pp, zero, None), found["total"] - found["activations"] - found["graphs"]
+        received = (mesh.pp > 1) * 2 * layout.piece.stream(4096)
+        assert needed - received - 8 * 2**20 < state <= needed

@@ -13,6 +13,7 @@ from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.zero_buffers import (
     bits_of,
+    gradient_pool,
     gradient_sums,
     sharded_stages,
     stages_sharing_memory,
@@ -77,3 +78,12 @@ def test_gradients_that_accumulate_together_never_share_elements(name, ranks, un
                 met = [key for stage, key in reduced.items() if stage in meeting[part.stage]]
                 assert not met or met[-1] in part.waits
                 accumulating.add(part.stage)
+
+
+@pytest.mark.parametrize("layers", [3, 4, 5, 6])
+def test_where_units_follow_each_other_pools_hold_two_neighbours(layers: int) -> None:
+    """Whether an even or an odd number of layers lies between a large embedding and a large head."""
+    sizes = [448, *[384] * layers, 512]
+    program = compiled("1f1b", 1, (len(sizes),), sizes, 2)
+    pools = weight_pool(program, 0, sharded_stages(program, 0)), gradient_pool(program, 0)
+    assert [pool.elements[:2] for pool in pools] == [(512 + 384, 256 + 192)] * 2
