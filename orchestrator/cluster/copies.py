@@ -30,15 +30,15 @@ def holders_of(nodes: Sequence[str], domains: Sequence[str]) -> tuple[int, ...]:
     a domain has; each rank holds one part."""
     count = len(nodes)
     line = sorted(range(count), key=lambda rank: (domains[rank], nodes[rank], rank))
+    shifts = {max(Counter(where).values()) for where in (nodes, domains)} - {count} or {1}
+    possible = [{rank: line[(at + shift) % count] for at, rank in enumerate(line)} for shift in sorted(shifts)]
+    holders = min(possible, key=lambda its: [_num_together(where, its) for where in (nodes, domains)])
+    return tuple(holders[rank] for rank in range(count))
 
-    def near(shift: int) -> tuple[int, ...]:
-        pairs = [(rank, line[(at + shift) % count]) for at, rank in enumerate(line)]
-        return tuple(sum(where[rank] == where[holder] for rank, holder in pairs) for where in (nodes, domains))
 
-    largest = {max(Counter(where).values()) for where in (nodes, domains)}
-    shift = min(sorted(largest - {count} or {1}), key=near)
-    found = {rank: line[(at + shift) % count] for at, rank in enumerate(line)}
-    return tuple(found[rank] for rank in range(count))
+def _num_together(where: Sequence[str], holders: Mapping[int, int]) -> int:
+    """Ranks whose parts are held where they are themselves."""
+    return sum(where[rank] == where[holder] for rank, holder in holders.items())
 
 
 class GroupCopies:
@@ -69,13 +69,12 @@ class GroupCopies:
     @property
     def num_on_the_same_node(self) -> int:
         """Ranks whose parts are held on their own nodes, and so are lost with them."""
-        places = self.group.places
-        return sum(places[rank].node == places[holder].node for rank, holder in enumerate(self.holders))
+        return _num_together([place.node for place in self.group.places], dict(enumerate(self.holders)))
 
     @property
     def num_in_the_same_domain(self) -> int:
         """Ranks whose parts are held in their own failure domains."""
-        return sum(self.domains[rank] == self.domains[holder] for rank, holder in enumerate(self.holders))
+        return _num_together(self.domains, dict(enumerate(self.holders)))
 
     def key(self, step: int) -> CopyKey:
         return CopyKey(self.group.generation, step, len(self.group.actors))

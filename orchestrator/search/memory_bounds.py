@@ -122,7 +122,7 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
     return int(weights + gradients * wide + updated) + _table_bytes(layout, units)
 
 
-def most_copied(layout: Layout) -> int:
+def most_copy_bytes(layout: Layout) -> int:
     """The most that `copy_bytes` is."""
     return max(copy_bytes(layout, rank, zero) for rank in layout.units.different for zero in (0, 3))
 

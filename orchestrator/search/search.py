@@ -38,7 +38,7 @@ from pentad.orchestrator.search.memory_bounds import (
     MemoryBounds,
     least_in_any_order,
     least_state_bytes,
-    most_copied,
+    most_copy_bytes,
 )
 from pentad.orchestrator.search.memory_savings import most_saving, savings_of, shardings_of
 from pentad.orchestrator.search.placement_bounds import order_bound, placement_bound, shape_bound
@@ -263,7 +263,7 @@ class _Search:
     def _may_fit(self, layout: Layout, least: int) -> bool:
         """Whether what needs so much at least may, or else is to be named as the first that does not."""
         if least > self.device.bytes:
-            self._needs(layout.mesh, least, most_copied(layout))
+            self._needs(layout.mesh, least, most_copy_bytes(layout))
         return least <= self.device.bytes or self.found.missed is None
 
     def _push_group(self, group: Group, least: float = 0.0) -> None:
@@ -298,7 +298,7 @@ class _Search:
         least = bounds.least(setting, self.device.bytes)
         if least <= self.device.bytes:
             return self._planned(setting, bounds.timed)
-        self._needs(setting.mesh, least, most_copied(bounds.layout))
+        self._needs(setting.mesh, least, most_copy_bytes(bounds.layout))
         return least, None
 
     def _chains(self, group: Group, rooms: Sequence[int]) -> Iterator[tuple[tuple[int, int], Chain]]:
@@ -314,7 +314,7 @@ class _Search:
                 of, faster = partial(variants, setting), group.chains.get(key)
                 yield key, Chain(settings, of, timed, bounds, plain, room, -1, len(settings), faster)
             elif room == self.device.bytes:  # not even its last setting fits
-                self._needs(setting.mesh, least, most_copied(timed.layout))
+                self._needs(setting.mesh, least, most_copy_bytes(timed.layout))
 
     def _variants(self, setting: Setting) -> Variants:
         return Variants(with_setting(self.compared, setting, self.held), "cuda", self.device)
@@ -359,7 +359,7 @@ class _Search:
             self.found.planned += 1
             needed = variants.needed(plan)
             if needed > self.device.bytes:
-                self._needs(setting.mesh, needed, most_copied(timed.layout))
+                self._needs(setting.mesh, needed, most_copy_bytes(timed.layout))
                 return needed, None
             seconds = variants.seconds(plan)
             is_final = self.evaluates_nothing and variants.is_exact(plan) and not shards_differ(plan)
