@@ -15,26 +15,35 @@ GELU_SCALE = tl.constexpr(reference.GELU_SCALE)
 GELU_CUBE = tl.constexpr(reference.GELU_CUBE)
 CLAMP = tl.constexpr(reference.CLAMP)
 CLAMPED_SLOPE = tl.constexpr(reference.CLAMPED_SLOPE)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sigmoid(x):
+    """By the square of a reciprocal root: `tl.sigmoid` takes care of denormal numbers, in three times as many
+    instructions."""
+    root = tl.rsqrt(1.0 + tl.exp2(-LOG2_E * x))
+    return root * root
 
 
 @triton.jit
 def activate(gate, up, ACT: tl.constexpr):
     """(the activated gate, its slope, the factor it is multiplied by, that factor's slope)"""
     if ACT == "gelu_pytorch_tanh":
-        tanh = 2.0 * tl.sigmoid(2.0 * GELU_SCALE * (gate + GELU_CUBE * gate * gate * gate)) - 1.0
+        tanh = 2.0 * sigmoid(2.0 * GELU_SCALE * (gate + GELU_CUBE * gate * gate * gate)) - 1.0
         inner = GELU_SCALE * (1.0 + 3.0 * GELU_CUBE * gate * gate)
         slope = 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh * tanh) * inner
         return 0.5 * gate * (1.0 + tanh), slope, up, 1.0
     elif ACT == "silu":
-        sigmoid = tl.sigmoid(gate)
-        return gate * sigmoid, sigmoid + gate * sigmoid * (1.0 - sigmoid), up, 1.0
+        share = sigmoid(gate)
+        return gate * share, share + gate * share * (1.0 - share), up, 1.0
     else:
         clamped = tl.minimum(gate, CLAMP)
-        sigmoid = tl.sigmoid(CLAMPED_SLOPE * clamped)
-        slope = sigmoid + CLAMPED_SLOPE * clamped * sigmoid * (1.0 - sigmoid)
+        share = sigmoid(CLAMPED_SLOPE * clamped)
+        slope = share + CLAMPED_SLOPE * clamped * share * (1.0 - share)
         slope = tl.where(gate <= CLAMP, slope, 0.0)
         factor = tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + 1.0
-        return clamped * sigmoid, slope, factor, tl.where(tl.abs(up) <= CLAMP, 1.0, 0.0)
+        return clamped * share, slope, factor, tl.where(tl.abs(up) <= CLAMP, 1.0, 0.0)
 
 
 @triton.jit
