@@ -264,7 +264,6 @@ def test_overrides_replace_the_file_and_earlier_overrides(file: Callable[[str | 
             "optimizer.min_learning_rate is 1: expected at most optimizer.learning_rate = 0.003",
         ),
         ("precision.compute=fp8", "precision.compute is 'fp8': expected one of auto, bfloat16, float32 or float64"),
-        ("elastic.failure_domain=a", "elastic.failure_domain is 'a': expected null without elastic.replicate_every"),
         ("checkpoint.keep=0", "checkpoint.keep is 0: expected at least 1"),
         ("cluster.dashboard=1", "cluster.dashboard is 1: expected true or false"),
         ("cluster.dashboard_port=70000", "cluster.dashboard_port is 70000: expected at most 65535"),

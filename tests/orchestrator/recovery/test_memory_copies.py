@@ -233,6 +233,12 @@ def test_a_single_rank_has_no_peer() -> None:
         load(None, ["mesh.pp=1", "elastic.replicate_every=3"])
 
 
+def test_a_failure_domain_without_copies_is_refused() -> None:
+    with pytest.raises(PentadError, match=r"elastic.failure_domain is 'a': expected null without elastic.replicate_"):
+        load(None, ["elastic.failure_domain=a"])
+    assert load(None, ["elastic.failure_domain=a", "elastic.replicate_every=3"]).elastic.failure_domain == "a"
+
+
 def test_copies_that_do_not_fit_in_the_memory_of_this_machine_are_refused_before_anything_starts() -> None:
     config = load(None, ["elastic.replicate_every=3", "model.hidden=65536", "model.ffn=262144", "model.heads=64"])
     with pytest.raises(
