@@ -35,8 +35,8 @@ def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         elsewhere = {"NodeID": "head", "Labels": {"row": "1"}}
         nodes = [{"NodeID": f"n{number}", "Labels": its} for number, its in enumerate(labels)]
         config = load(None, [f"run.folder={tmp_path}", "elastic.replicate_every=3", f"elastic.failure_domain={label}"])
-        nothing, found = None, () if parked else None  # type: Any, Any
-        room = placing.Room(nothing, nothing, make_plan(config, "cpu"), parked=found)
+        absent: Any = None
+        room = placing.Room(absent, absent, make_plan(config, "cpu"), parked=given if parked else None)
         monkeypatch.setattr("ray.nodes", lambda: [elsewhere, *nodes])
         monkeypatch.setattr(placing, "bundle_places", lambda _: [Place(0, node["NodeID"]) for node in nodes])
         monkeypatch.setattr(driver, "reserved_or_left", lambda *_: nullcontext(room))
