@@ -175,15 +175,15 @@ def node_names() -> dict[str, str]:
     return {node: at if counts[at] == 1 else f"{at}/{node[:6]}" for node, at in addresses.items()}
 
 
-def failure_domains(nodes: Collection[str], label: str | None) -> list[str]:
+def label_values(label: str) -> dict[str, str]:
+    """By node, the values of a label that Ray's nodes start with; those without it are left out."""
+    return {node["NodeID"]: node["Labels"][label] for node in ray.nodes() if label in node["Labels"]}
+
+
+def failure_domains(nodes: Iterable[str], label: str | None) -> list[str]:
     """For each of some nodes: the value of Ray's node label `label`, which those have that fail together. A node that
-    has none fails alone. Raises PentadError if no node has it."""
-    if label is None:
-        return [*nodes]
-    values = {node["NodeID"]: node["Labels"][label] for node in ray.nodes() if label in node["Labels"]}
-    if values.keys().isdisjoint(nodes):
-        text = f"elastic.failure_domain is {label}, a label that no node with ranks has"
-        raise PentadError(f"{text}: expected one that nodes start with (ray start --labels {label}=VALUE)")
+    has none fails alone."""
+    values = {} if label is None else label_values(label)
     return [values.get(node, node) for node in nodes]
 
 

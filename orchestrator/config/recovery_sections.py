@@ -66,8 +66,8 @@ class ElasticSection(Section):
     replicate_every: CountOrZero = 0
     """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
     failure_domain: Text | None = None
-    """label of Ray's nodes, such as a rack, with the same value on those that fail together: copies go to ranks of
-    others; null: each node fails alone"""
+    """label of Ray's nodes, such as a rack, with the same value on those that fail together: copies of
+    elastic.replicate_every go to ranks of others; null: each node fails alone"""
     check_every: CountOrZero = 0
     """steps between searches for flipped bits: replicas compare their states, and what they compute of a microbatch.
     One precedes every checkpoint; 0: none"""
@@ -82,6 +82,8 @@ class ElasticSection(Section):
     """from that notice to the end of the node"""
 
     def rules(self) -> Iterator[Broken | str]:
+        if self.failure_domain is not None and not self.replicate_every:
+            yield Broken("failure_domain", "null without elastic.replicate_every")
         if 0 < self.driver_lease < SHORTEST_LEASE:
             yield Broken(
                 "driver_lease", f"0, or at least {SHORTEST_LEASE:g}: a busy driver is silent for a second or two"

@@ -40,7 +40,7 @@ from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
 from pentad.orchestrator.run.init_from import Origin, adapter_request, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import History
-from pentad.orchestrator.run.placing import Room, reserved, reserved_or_left
+from pentad.orchestrator.run.placing import Room, check_failure_domain, reserved, reserved_or_left
 from pentad.orchestrator.run.resumed_optimizer import dropped_state
 from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
@@ -66,6 +66,7 @@ def drive(
     intact checkpoint starts from `origin` (None: found here). `watchers` are notified after those of `monitored`."""
     with ExitStack() as stack:
         room = stack.enter_context(reserved_or_left(config, plan, head, display, runner))
+        check_failure_domain(config.elastic.failure_domain, room, display)
         cluster, plan, parked = room.cluster, room.plan, room.parked
         folder = stack.enter_context(RunFolder(config, plan))
         for note in cluster.notes:

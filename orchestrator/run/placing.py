@@ -10,7 +10,14 @@ from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.cluster.held_lease import HeldLease, held_lease
 from pentad.orchestrator.cluster.local_head import LocalHead
-from pentad.orchestrator.cluster.placement import Placement, placed_hosts, release, reserve
+from pentad.orchestrator.cluster.placement import (
+    Placement,
+    bundle_places,
+    label_values,
+    placed_hosts,
+    release,
+    reserve,
+)
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS
@@ -19,6 +26,7 @@ from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.adoption import Parked, can_adopt, find_parked
 from pentad.orchestrator.recovery.placed_plans import plan_on
 from pentad.orchestrator.run.node_check import NodeCheck, reserve_checked
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
 
@@ -66,6 +74,23 @@ def reserved_or_left(
             lease.start_over()
         placement, check = _reserve(config, cluster, display, lease.ranks)
         yield Room(cluster, placement, _planned(config, plan, cluster, placement), lease, check=check)
+
+
+def check_failure_domain(label: str | None, room: Room, display: Display) -> None:
+    """Says if copies in memory cannot be in another failure domain than the ranks. Raises PentadError if no node has
+    the label `label`, unless ranks are there already, whose state that would cost."""
+    if label is None:
+        return
+    values, nodes = label_values(label), {place.node for place in bundle_places(room.placement)}
+    text, domains = f"elastic.failure_domain is {label}", {values.get(node, node) for node in nodes}
+    if values.keys().isdisjoint(nodes):
+        text += ", a label that no node with ranks has"
+        if room.parked is None:
+            raise PentadError(f"{text}: expected one that nodes start with (ray start --labels {label}=VALUE)")
+        display.note(f"{text}: each node counts as one")
+    elif len(domains) == 1:
+        text += f", which is {domains.pop()} on all nodes with ranks"
+        display.note(f"{text}: copies in memory would be lost with them")
 
 
 def _left(config: RunConfig, plan: Plan, cluster: Cluster, lease: HeldLease, runner: str) -> Room | None:

@@ -12,13 +12,14 @@ import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus_index import CHECKED, Shard, checksum_file
-from pentad.workers.data.storage import Folder, LocalCopy, cached
+from pentad.workers.data.storage import Folder, LocalCopy, cached, reported
 
 
 class Mapped(NamedTuple):
     """An open shard: its bytes, and which of its blocks have been checked; threads may check a block twice."""
 
-    content: np.ndarray  # [bytes] uint8
+    memory: mmap.mmap
+    content: np.ndarray  # [bytes] uint8, of `memory`
     checksums: np.ndarray  # [blocks] uint32
     checked: np.ndarray  # [blocks] bool
     copy: LocalCopy | None  # of a remote shard: fetches blocks that are not here
@@ -33,13 +34,14 @@ class ShardFile:
         self.name = f"{folder.name}/{shard.file}"
         self.checked = np.zeros(-(-shard.bytes // CHECKED), bool)
 
-    def require_size(self, found: int | None) -> None:
-        """Raises PentadError unless the file is there (None: it is not), as long as the index says."""
+    def require_size(self, found: int | None, copy: LocalCopy | None = None) -> None:
+        """Raises PentadError unless the file, or the copy of it, is there (None: it is not), as long as the index
+        says."""
         if found is None:
             raise PentadError(f"shard {self.name} is missing: expected a file of {self.shard.bytes} bytes")
         if found != self.shard.bytes:
-            expected = f"expected {self.shard.bytes} (build the corpus again)"
-            raise PentadError(f"shard {self.name} has {found} bytes: {expected}")
+            name, remedy = (self.name, "build the corpus") if copy is None else (copy.path, "start")
+            raise PentadError(f"shard {name} has {found} bytes: expected {self.shard.bytes} ({remedy} again)")
 
     def map(self) -> Mapped:
         """Raises PentadError for a file that is missing, or that the index does not describe."""
@@ -50,13 +52,13 @@ class ShardFile:
         try:
             with path.open("rb") as file:
                 self.require_size(path.stat().st_size)
-                content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             self.require_size(None)
             raise
         except OSError as error:
             raise PentadError(f"{path} cannot be read ({error.strerror}): expected a readable file") from None
-        return Mapped(content, self._read_checksums(), self.checked, copy)
+        return Mapped(memory, np.frombuffer(memory, np.uint8), self._read_checksums(), self.checked, copy)
 
     def _read_checksums(self) -> np.ndarray:
         file, expected = checksum_file(self.shard.file), self.shard.checksums
@@ -69,7 +71,8 @@ class ShardFile:
         return np.frombuffer(content, "<u4")
 
     def read(self, mapped: Mapped, at: int, dtype: np.dtype, count: int) -> np.ndarray:
-        """[count] of `dtype` from byte `at` on, not copied. Raises PentadError where a block is damaged."""
+        """[count] of `dtype` from byte `at` on, not copied. Raises PentadError where a block is damaged, and if the
+        size of the file is not what it was."""
         end = at + count * dtype.itemsize
         self.check(mapped, at // CHECKED, -(-end // CHECKED))
         return mapped.content[at:end].view(dtype)
@@ -77,6 +80,8 @@ class ShardFile:
     def check(self, mapped: Mapped, first: int, end: int) -> None:
         """Compares the blocks `first` to `end` with their checksums, unless that has been done; of a remote shard,
         fetches those that are not here."""
+        size = reported(mapped.memory.size, self.name)  # of the file, beyond whose end access is SIGBUS
+        self.require_size(size, mapped.copy)
         for is_fetched in (mapped.copy is None, True):
             damaged = [block for block in range(first, end) if not _is_intact(mapped, block)]
             if not damaged:

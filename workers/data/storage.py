@@ -32,7 +32,7 @@ class Folder:
 
     def read(self, file: str) -> bytes:
         if self.filesystem is None:
-            return _reported(Path(self.path, file).read_bytes, f"{self.name}/{file}")
+            return reported(Path(self.path, file).read_bytes, f"{self.name}/{file}")
         return self.read_at(file, 0, None)
 
     def read_at(self, file: str, at: int, size: int | None) -> bytes:
@@ -43,14 +43,14 @@ class Folder:
             with self.filesystem.open_input_file(f"{self.path}/{file}") as source:
                 return bytes(source.read_at(source.size() if size is None else size, at))
 
-        return _reported(read, f"{self.name}/{file}")
+        return reported(read, f"{self.name}/{file}")
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the files in it, which is empty if there is no such folder."""
         if self.filesystem is None:
             with os.scandir(self.path) as entries:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        return _reported(lambda: remote_sizes(self.filesystem, self.path), self.name)
+        return reported(lambda: remote_sizes(self.filesystem, self.path), self.name)
 
 
 def remote_sizes(filesystem: fs.FileSystem, path: str) -> dict[str, int]:
@@ -119,7 +119,8 @@ class _writing:
             raise PentadError(f"data.cache is '{self.path.parent}', {fault}: expected a folder with room") from None
 
 
-def _reported(action: Callable[[], T], name: str) -> T:
+def reported(action: Callable[[], T], name: str) -> T:
+    """Does what reads the file or folder `name`. Raises PentadError, which names that, where it cannot be read."""
     try:
         return action()
     except (OSError, pa.ArrowException) as error:

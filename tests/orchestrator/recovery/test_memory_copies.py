@@ -48,15 +48,12 @@ def test_parts_are_in_other_failure_domains_unless_one_has_more_than_half_of_the
             assert all(where[rank] != where[holder] for rank, holder in enumerate(holders))
 
 
-def test_a_label_that_no_node_has_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_the_label_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [{"NodeID": name, "Labels": labels} for name, labels in (("a", {"rack": "r1"}), ("b", {}), ("c", {}))]
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    assert failure_domains(["b", "a", "b"], "rack") == ["b", "r1", "b"], "a node without it fails alone"
+    assert failure_domains(["b", "a", "b"], "rack") == ["b", "r1", "b"]
     assert failure_domains(["b", "a"], None) == ["b", "a"]
-    with pytest.raises(PentadError, match=r"failure_domain is row, a label that no node with ranks has: expected"):
-        failure_domains(["a", "b"], "row")
-    with pytest.raises(PentadError, match="no node with ranks has"):
-        failure_domains(["b", "c"], "rack")
+    assert failure_domains(["b", "c"], "rack") == ["b", "c"], "as after the loss of all nodes that have it"
 
 
 def test_a_copy_counts_if_one_process_knows_it_and_all_parts_are_there() -> None:
@@ -234,6 +231,12 @@ def test_a_run_makes_copies_and_goes_back_to_the_newest(start: StartRun) -> None
 def test_a_single_rank_has_no_peer() -> None:
     with pytest.raises(PentadError, match=r"elastic.replicate_every is 3: expected 0 with a single rank"):
         load(None, ["mesh.pp=1", "elastic.replicate_every=3"])
+
+
+def test_a_failure_domain_without_copies_is_refused() -> None:
+    with pytest.raises(PentadError, match=r"elastic.failure_domain is 'a': expected null without elastic.replicate_"):
+        load(None, ["elastic.failure_domain=a"])
+    assert load(None, ["elastic.failure_domain=a", "elastic.replicate_every=3"]).elastic.failure_domain == "a"
 
 
 def test_copies_that_do_not_fit_in_the_memory_of_this_machine_are_refused_before_anything_starts() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -245,6 +248,32 @@ def test_a_damaged_block_is_named_when_it_is_read_first(tokenizer: Tokenizer, tm
             corpus.read(90_000, 20_000)
     with pytest.raises(PentadError, match=message):
         open_corpus(tmp_path, verify=True)
+
+
+@pytest.mark.parametrize("change", [-(2**16), 1])
+def test_a_shard_whose_size_changes_while_it_is_mapped_is_named_when_it_is_read(
+    tokenizer: Tokenizer, tmp_path: Path, change: int
+) -> None:
+    document = Document(np.arange(200_000, dtype=np.uint16) % 300)
+    shard = write_shard(tmp_path, 0, [document], document.tokens.dtype)
+    write_index(tmp_path, tokenizer, [shard])
+    corpus = open_corpus(tmp_path)
+    assert len(corpus.read(0, corpus.tokens)) == corpus.tokens
+    os.truncate(tmp_path / shard.file, shard.bytes + change)  # pages beyond the end are SIGBUS
+    message = rf"shard .*{shard.file} has {shard.bytes + change} bytes: expected {shard.bytes} \(build"
+    for read in (corpus.read, corpus.boundaries):
+        with pytest.raises(PentadError, match=message):
+            read(0, corpus.tokens)
+    with pytest.raises(PentadError, match=message):
+        corpus.verify()
+
+
+def test_a_mapped_shard_that_its_server_has_dropped_is_named(folder: Path) -> None:
+    corpus = open_corpus(folder)
+    mapped, stale = corpus.shards.map(0), OSError(errno.ESTALE, "Stale file handle")
+    mapped = mapped._replace(memory=Mock(size=Mock(side_effect=stale)))
+    with pytest.raises(PentadError, match=r"00000.arrow cannot be read \(.*Stale.*\): expected a readable file"):
+        corpus.shards.files[0].check(mapped, 0, 1)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_by_verify(folder: Path) -> None:

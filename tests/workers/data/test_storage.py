@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,17 @@ def test_a_copy_that_is_damaged_is_fetched_again(folder: Path, fetched: list) ->
     flip(copy, 1000)
     assert np.array_equal(remote(folder).read(0, 100), TOKENS[:100])
     assert len(fetched) == 2
+
+
+def test_a_copy_that_is_cut_while_it_is_mapped_is_named_and_made_again(folder: Path) -> None:
+    corpus = remote(folder)
+    corpus.read(0, 100)
+    (copy,) = folder.parent.parent.glob("cache/*/tokens-00000.arrow")
+    size = copy.stat().st_size
+    os.truncate(copy, 5)
+    with pytest.raises(PentadError, match=rf"shard {copy} has 5 bytes: expected {size} \(start again"):
+        corpus.read(0, 100)
+    assert np.array_equal(remote(folder).read(0, 100), TOKENS[:100])
 
 
 def test_damage_at_the_source_is_named(folder: Path) -> None:
