@@ -4,13 +4,13 @@ What is transposed is computed as `quads`, four matrices that have every fourth 
 that lie beside each other in the transpose, and threads exchange those at once instead of byte by byte.
 
 A program casts a block of a matrix in every form that is asked for. But where tiles of the matrix have scales of their
-own, both forms need a whole tile of 128 x 128, which would leave an SM no room for several programs. There a program
-casts whole rows of a tile, or whole columns. Programs of a tile follow each other, so that its second form is made of
-what the cache still has.
+own, both forms need a whole tile of 128 x 128: those in bfloat16 are cast in Gluon (fp8_tiles_gluon.py), others twice,
+by rows and by columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,35 +18,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.fp8 import fp8_tensor
+from pentad.kernels.fp8 import fp8_tensor, fp8_tiles_gluon
+from pentad.kernels.fp8.fp8_scaling_triton import Scaling, saturate, scale_of
 from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, Role
 
 TILE = tl.constexpr(fp8_tensor.TILE)
-TINY = tl.constexpr(fp8_tensor.TINY)
 SQUARE_WARPS = 8
 MAXIMA = tl.constexpr(fp8_tensor.MAXIMA)
 
 
-class Scaling(NamedTuple):
-    """How values are scaled: by maxima that are `given`, `stride` from one row or column to the next, or by those of
-    tiles; and the largest number of the 8-bit dtype."""
-
-    given: bool
-    stride: int
-    limit: float
-    power_of_two: bool
-
-
 class Parts(NamedTuple):
-    """A program casts a block [4 * quads, width] by `rows` and `columns`; with columns it loads four interleaved quads.
-    With `split`, separate programs cast rows, of a tile's full width, and columns, of its full height."""
+    """A program casts a block [4 * quads, width] by `rows` and `columns`; with columns it loads four interleaved
+    quads."""
 
     quads: int
     width: int
     warps: int
     rows: bool = True
     columns: bool = True
-    split: bool = False
 
     @property
     def step(self) -> int:
@@ -58,35 +47,9 @@ class Parts(NamedTuple):
         """Rows that are held together."""
         return 4 * self.quads // self.step
 
-    @property
-    def of_rows(self) -> Parts:
-        """The part of a split program that casts rows."""
-        return self._replace(width=fp8_tensor.TILE, columns=False)
 
-    @property
-    def of_columns(self) -> Parts:
-        """The part of one that casts columns."""
-        return self._replace(quads=fp8_tensor.TILE // 4, rows=False)
-
-
-GIVEN_PARTS, SPLIT_PARTS = Parts(16, 64, 2), Parts(4, 16, 1, split=True)
-ROW_PARTS, COLUMN_PARTS = Parts(8, 128, 2, columns=False), Parts(32, 64, 2, rows=False)
-
-
-@triton.jit
-def scale_of(amax, LIMIT: tl.constexpr, POWER: tl.constexpr):
-    """(the scale, by what values are multiplied to be cast)"""
-    scale = tl.maximum(amax, TINY, propagate_nan=tl.PropagateNan.ALL) * (1.0 / LIMIT)
-    if POWER:
-        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)  # NaN stays NaN
-    return scale, tl.div_rn(1.0, scale)
-
-
-@triton.jit
-def saturate(x, LIMIT: tl.constexpr):
-    """NaN stays NaN."""
-    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+GIVEN_PARTS = Parts(16, 64, 2)
+ROW_PARTS, COLUMN_PARTS = Parts(8, 128, 2, columns=False), Parts(32, 64, 2, rows=False)  # where tiles have scales
 
 
 @triton.jit
@@ -94,25 +57,6 @@ def part_of(K, PARTS: tl.constexpr):
     """(first row, first column) of what this program casts of a matrix of K columns."""
     program = tl.program_id(0)
     return program // (K // PARTS.width) * (4 * PARTS.quads), program % (K // PARTS.width) * PARTS.width
-
-
-@triton.jit
-def cast_parts(CAST: tl.constexpr, operands, K, PARTS: tl.constexpr, SETTINGS: tl.constexpr):
-    """Has CAST(operands, first row, first column, parts, settings) cast the program's part of a matrix of K columns."""
-    if PARTS.split:
-        chunks: tl.constexpr = TILE // (4 * PARTS.quads)
-        programs: tl.constexpr = chunks + TILE // PARTS.width
-        tile, part = tl.program_id(0) // programs, tl.program_id(0) % programs
-        row, column = tile // (K // TILE) * TILE, tile % (K // TILE) * TILE
-        of_rows: tl.constexpr = PARTS.of_rows
-        of_columns: tl.constexpr = PARTS.of_columns
-        if part < chunks:
-            CAST(operands, row + part * (4 * PARTS.quads), column, of_rows, SETTINGS)
-        if part >= chunks:
-            CAST(operands, row, column + (part - chunks) * PARTS.width, of_columns, SETTINGS)
-    else:
-        row, column = part_of(K, PARTS)
-        CAST(operands, row, column, PARTS, SETTINGS)
 
 
 @triton.jit
@@ -194,8 +138,8 @@ def store_maximum(maxima, out):
 
 
 @triton.jit
-def _cast_part(operands, row, column, PARTS: tl.constexpr, SCALING: tl.constexpr):
-    x, rows, columns, maxima, T, K = operands
+def _cast(x, rows, columns, maxima, T, K, PARTS: tl.constexpr, SCALING: tl.constexpr):
+    row, column = part_of(K, PARTS)
     at, across = rows_of(row, PARTS), column + tl.arange(0, PARTS.width)
     a = load(x, at, across, K)
     if PARTS.columns:
@@ -208,11 +152,6 @@ def _cast_part(operands, row, column, PARTS: tl.constexpr, SCALING: tl.constexpr
         store_rows(a, rows, at, column, T, K, SCALING)
     if PARTS.rows and maxima is not None:
         store_maximum(tl.abs(a), maxima)
-
-
-@triton.jit
-def _cast(x, rows, columns, maxima, T, K, PARTS: tl.constexpr, SCALING: tl.constexpr):
-    cast_parts(_cast_part, (x, rows, columns, maxima, T, K), K, PARTS, SCALING)
 
 
 @triton.jit
@@ -293,20 +232,19 @@ class Out:
         limit = torch.finfo(self.recipe.dtype(self.role)).max
         return Scaling(self.is_given, int(self.recipe.scaling == "row"), limit, self.recipe.power_of_two)
 
-    def parts(self, given: Parts = GIVEN_PARTS, split: Parts = SPLIT_PARTS) -> Parts:
-        """For the forms that are asked for."""
-        rows, columns = self.rows is not None, self.columns is not None
+    def parts(
+        self, given: Parts = GIVEN_PARTS, rows: Parts = ROW_PARTS, columns: Parts = COLUMN_PARTS
+    ) -> Iterator[Parts]:
+        """Of the launches for the forms that are asked for."""
         if self.is_given:
-            return given._replace(rows=rows, columns=columns)
-        return split if rows and columns else ROW_PARTS if rows else COLUMN_PARTS
+            yield given._replace(rows=self.rows is not None, columns=self.columns is not None)
+        else:
+            yield from [rows] * (self.rows is not None) + [columns] * (self.columns is not None)
 
 
 def programs(tokens: int, width: int, parts: Parts) -> tuple[int]:
     """The grid that casts a matrix [tokens, width]."""
-    down, across, tile = 4 * parts.quads, parts.width, fp8_tensor.TILE
-    if parts.split:
-        return (tokens // tile * (width // tile) * (tile // down + tile // across),)
-    return (tokens // down * (width // across),)
+    return (tokens // (4 * parts.quads) * (width // parts.width),)
 
 
 def fp8_cast(
@@ -328,11 +266,13 @@ def fp8_cast(
         _cast_square[t // fp8_tensor.TILE * (k // fp8_tensor.TILE),](
             x, *out.operands, t, k, ROWS=rows, COLUMNS=columns, SCALING=out.scaling, num_warps=SQUARE_WARPS
         )
+    elif amax is None and rows and columns and fp8_tiles_gluon.serves(x):
+        fp8_tiles_gluon.cast(x, out.operands, out.scaling)
     else:
-        parts = out.parts()
-        _cast[programs(t, k, parts)](
-            x, *out.operands, maxima, t, k, PARTS=parts, SCALING=out.scaling, num_warps=parts.warps
-        )
+        for parts in out.parts():
+            _cast[programs(t, k, parts)](
+                x, *out.operands, maxima, t, k, PARTS=parts, SCALING=out.scaling, num_warps=parts.warps
+            )
     return out.forms
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import ceil_div
 from pentad.kernels.fp8 import fp8_tensor
-from pentad.kernels.fp8.fp8_cast_triton import scale_of
+from pentad.kernels.fp8.fp8_scaling_triton import scale_of
 from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Recipe, Role
 from pentad.kernels.glu import Activation
 from pentad.kernels.glu_triton import activate

@@ -34,9 +34,11 @@ def fp8_glu_backward(
     maxima: Tensor | None = None,
 ) -> tuple[Fp8Forms, Fp8Tensor]:
     """(both forms of dgate_up [T, 2I], the transposed one [I, T] of y) of `glu_backward`, with
-    the `amax` of dgate_up and of the columns of y; `record` has the absolute maximum of dgate_up in `maxima`."""
+    the `amax` of dgate_up and of the columns of y; `record` has the absolute maximum of dgate_up in `maxima`.
+
+    Where tiles have scales, results are rounded to the dtype of dy before: kernels keep them in shared memory."""
     of_gradient, of_y = (None, None) if amax is None else amax
-    dgate_up, y = glu_backward(_wide(dy), _wide(gate_up), act)
+    dgate_up, y = glu_backward(dy, gate_up, act) if amax is None else glu_backward(_wide(dy), _wide(gate_up), act)
     record(dgate_up, maxima)
     return forms_of(dgate_up, recipe, "gradient", of_gradient), quantize(y.t(), recipe, "activation", of_y)
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.fp8 import fp8_tensor
+from pentad.kernels.fp8 import fp8_tensor, fp8_tiles_gluon
 from pentad.kernels.fp8.fp8_cast_triton import (
     ROW_PARTS,
     Out,
     Parts,
-    Scaling,
-    cast_parts,
     largest,
     load,
     maximum_of,
@@ -34,15 +30,8 @@ from pentad.kernels.glu_triton import activate
 
 TILE = tl.constexpr(fp8_tensor.TILE)
 # A program of the backward pass holds six times as many numbers as one of a cast.
-GIVEN_PARTS, SPLIT_PARTS = Parts(8, 64, 2), Parts(4, 16, 4, split=True)
-
-
-class Backward(NamedTuple):
-    """Settings of the backward kernel."""
-
-    act: Activation
-    gradients: Scaling
-    y: Scaling
+GIVEN_PARTS = Parts(8, 64, 2)
+ROWS_BACK, COLUMNS_BACK = Parts(4, 128, 4, columns=False), Parts(32, 16, 4, rows=False)
 
 
 @triton.jit
@@ -73,55 +62,52 @@ def _forward_maximum(gate_up, amax, I, ACT: tl.constexpr, PARTS: tl.constexpr): 
 
 
 @triton.jit
-def _gradients(dy, gate_up, row, column, I, ACT: tl.constexpr):  # noqa: E741
+def _gradients(dy, gate_up, row, column, I, ACT: tl.constexpr, ROUND: tl.constexpr):  # noqa: E741
     """(y, dgate, dup)"""
     gate, up = load(gate_up, row, column, 2 * I), load(gate_up + I, row, column, 2 * I)
     d = load(dy, row, column, I)
     activated, slope, factor, factor_slope = activate(gate, up, ACT)
-    return activated * factor, d * factor * slope, d * activated * factor_slope
-
-
-@triton.jit
-def _cast_gradients(operands, row, column, PARTS: tl.constexpr, SETTINGS: tl.constexpr):
-    dy, gate_up, rows, columns, y, maxima, T, I = operands  # noqa: E741
-    act: tl.constexpr = SETTINGS.act
-    scaling: tl.constexpr = SETTINGS.gradients
-    of_y: tl.constexpr = SETTINGS.y
-    at, across = rows_of(row, PARTS), column + tl.arange(0, PARTS.width)
-    ya, gate_a, up_a = _gradients(dy, gate_up, at, across, I, act)
-    largest_gradient = tl.maximum(tl.abs(gate_a), tl.abs(up_a))
-    if PARTS.columns:
-        yb, gate_b, up_b = _gradients(dy, gate_up, at + 1, across, I, act)
-        yc, gate_c, up_c = _gradients(dy, gate_up, at + 2, across, I, act)
-        yd, gate_d, up_d = _gradients(dy, gate_up, at + 3, across, I, act)
-        dgate, dup = (gate_a, gate_b, gate_c, gate_d), (up_a, up_b, up_c, up_d)
-        if PARTS.rows:
-            store_quads(dgate, rows, at, column, T, 2 * I, scaling)
-            store_quads(dup, rows, at, I + column, T, 2 * I, scaling)
-        store_columns((ya, yb, yc, yd), y, row, column, T, I, of_y)
-        store_columns(dgate, columns, row, column, T, 2 * I, scaling)
-        store_columns(dup, columns, row, I + column, T, 2 * I, scaling)
-        largest_gradient = tl.maximum(largest(dgate), largest(dup))
-    else:
-        store_rows(gate_a, rows, at, column, T, 2 * I, scaling)
-        store_rows(up_a, rows, at, I + column, T, 2 * I, scaling)
-    if PARTS.rows and maxima is not None:
-        store_maximum(largest_gradient, maxima)
+    y, dgate, dup = activated * factor, d * factor * slope, d * activated * factor_slope
+    if ROUND:
+        dtype = dy.dtype.element_ty
+        y, dgate, dup = y.to(dtype).to(tl.float32), dgate.to(dtype).to(tl.float32), dup.to(dtype).to(tl.float32)
+    return y, dgate, dup
 
 
 @triton.jit
 def _backward(
     dy, gate_up, rows, columns, y, maxima, T, I,  # noqa: E741
-    PARTS: tl.constexpr, SETTINGS: tl.constexpr,
+    ACT: tl.constexpr, PARTS: tl.constexpr, GRADIENTS: tl.constexpr, OF_Y: tl.constexpr,
 ):  # fmt: skip
-    cast_parts(_cast_gradients, (dy, gate_up, rows, columns, y, maxima, T, I), I, PARTS, SETTINGS)
+    ROUND: tl.constexpr = not GRADIENTS.given
+    row, column = part_of(I, PARTS)
+    at, across = rows_of(row, PARTS), column + tl.arange(0, PARTS.width)
+    ya, gate_a, up_a = _gradients(dy, gate_up, at, across, I, ACT, ROUND)
+    largest_gradient = tl.maximum(tl.abs(gate_a), tl.abs(up_a))
+    if PARTS.columns:
+        yb, gate_b, up_b = _gradients(dy, gate_up, at + 1, across, I, ACT, ROUND)
+        yc, gate_c, up_c = _gradients(dy, gate_up, at + 2, across, I, ACT, ROUND)
+        yd, gate_d, up_d = _gradients(dy, gate_up, at + 3, across, I, ACT, ROUND)
+        dgate, dup = (gate_a, gate_b, gate_c, gate_d), (up_a, up_b, up_c, up_d)
+        if PARTS.rows:
+            store_quads(dgate, rows, at, column, T, 2 * I, GRADIENTS)
+            store_quads(dup, rows, at, I + column, T, 2 * I, GRADIENTS)
+        store_columns((ya, yb, yc, yd), y, row, column, T, I, OF_Y)
+        store_columns(dgate, columns, row, column, T, 2 * I, GRADIENTS)
+        store_columns(dup, columns, row, I + column, T, 2 * I, GRADIENTS)
+        largest_gradient = tl.maximum(largest(dgate), largest(dup))
+    else:
+        store_rows(gate_a, rows, at, column, T, 2 * I, GRADIENTS)
+        store_rows(up_a, rows, at, I + column, T, 2 * I, GRADIENTS)
+    if PARTS.rows and maxima is not None:
+        store_maximum(largest_gradient, maxima)
 
 
 @triton.jit
 def _backward_maximum(dy, gate_up, amax, y_amax, I, ACT: tl.constexpr, PARTS: tl.constexpr):  # noqa: E741
     row, column = part_of(I, PARTS)
     columns = column + tl.arange(0, PARTS.width)
-    product, dgate, dup = _gradients(dy, gate_up, rows_of(row, PARTS), columns, I, ACT)
+    product, dgate, dup = _gradients(dy, gate_up, rows_of(row, PARTS), columns, I, ACT, False)
     store_maximum(tl.maximum(tl.abs(dgate), tl.abs(dup)), amax)
     store_maximum(tl.abs(product), y_amax)
 
@@ -137,11 +123,11 @@ def fp8_glu(
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = Out((tokens, width), recipe, "activation", twice(amax), gate_up, True, False)
     assert out.rows is not None
-    parts = out.parts()
-    _forward[programs(tokens, width, parts)](
-        gate_up, out.operands[0], maxima, tokens, width,
-        ACT=act, PARTS=parts, SCALING=out.scaling, num_warps=parts.warps,
-    )  # fmt: skip
+    for parts in out.parts():
+        _forward[programs(tokens, width, parts)](
+            gate_up, out.operands[0], maxima, tokens, width,
+            ACT=act, PARTS=parts, SCALING=out.scaling, num_warps=parts.warps,
+        )  # fmt: skip
     return out.rows
 
 
@@ -159,11 +145,15 @@ def fp8_glu_backward(
     out = Out((tokens, 2 * width), recipe, "gradient", of_gradient, dy, True, True)
     y = Out((tokens, width), recipe, "activation", twice(of_y), dy, False, True)
     assert y.columns is not None
-    parts = out.parts(GIVEN_PARTS, SPLIT_PARTS)
-    _backward[programs(tokens, width, parts)](
-        dy, gate_up, *out.operands, y.operands[1], maxima, tokens, width,
-        PARTS=parts, SETTINGS=Backward(act, out.scaling, y.scaling), num_warps=parts.warps,
-    )  # fmt: skip
+    operands = (*out.operands, y.operands[1])
+    if amax is None and fp8_tiles_gluon.serves(dy):
+        fp8_tiles_gluon.glu_backward(dy, gate_up, operands, act, out.scaling, y.scaling)
+        return out.forms, y.columns
+    for parts in out.parts(GIVEN_PARTS, ROWS_BACK, COLUMNS_BACK):
+        _backward[programs(tokens, width, parts)](
+            dy, gate_up, *operands, maxima, tokens, width,
+            ACT=act, PARTS=parts, GRADIENTS=out.scaling, OF_Y=y.scaling, num_warps=parts.warps,
+        )  # fmt: skip
     return out.forms, y.columns
 
 

@@ -11,21 +11,19 @@ from pentad.kernels.backend import ceil_div
 from pentad.kernels.fp8 import fp8_tensor
 from pentad.kernels.fp8.fp8_cast_triton import (
     Out,
-    Scaling,
-    cast_parts,
     load,
     maximum_of,
     new_maxima,
+    part_of,
     programs,
     rows_of,
-    saturate,
-    scale_of,
     store_columns,
     store_maximum,
     store_quads,
     store_rows,
     twice,
 )
+from pentad.kernels.fp8.fp8_scaling_triton import Scaling, saturate, scale_of
 from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe
 from pentad.kernels.rms_norm_triton import PER_THREAD, normed_rows, shape_of
 
@@ -67,8 +65,11 @@ def _normed(summed, weight, rstd, row, column, H, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _cast_again(operands, row, column, PARTS: tl.constexpr, SCALING: tl.constexpr):
-    summed, weight, rstd, rows, columns, T, H, OFFSET = operands
+def _again(
+    summed, weight, rstd, rows, columns, T, H,
+    OFFSET: tl.constexpr, PARTS: tl.constexpr, SCALING: tl.constexpr,
+):  # fmt: skip
+    row, column = part_of(H, PARTS)
     at, across = rows_of(row, PARTS), column + tl.arange(0, PARTS.width)
     a = _normed(summed, weight, rstd, at, across, H, OFFSET)
     if PARTS.columns:
@@ -80,14 +81,6 @@ def _cast_again(operands, row, column, PARTS: tl.constexpr, SCALING: tl.constexp
         store_columns((a, b, c, d), columns, row, column, T, H, SCALING)
     else:
         store_rows(a, rows, at, column, T, H, SCALING)
-
-
-@triton.jit
-def _again(
-    summed, weight, rstd, rows, columns, T, H,
-    OFFSET: tl.constexpr, PARTS: tl.constexpr, SCALING: tl.constexpr,
-):  # fmt: skip
-    cast_parts(_cast_again, (summed, weight, rstd, rows, columns, T, H, OFFSET), H, PARTS, SCALING)
 
 
 def fp8_rms_norm(
@@ -153,9 +146,9 @@ def fp8_normed(
     """Launches the kernel; see `pentad.kernels.fp8.fp8_norm.fp8_normed`."""
     tokens, width = summed.shape
     out = Out((tokens, width), recipe, "activation", amax, summed, rows, columns)
-    parts = out.parts()
-    _again[programs(tokens, width, parts)](
-        summed, weight, rstd, *out.operands, tokens, width,
-        OFFSET=offset, PARTS=parts, SCALING=out.scaling, num_warps=parts.warps,
-    )  # fmt: skip
+    for parts in out.parts():
+        _again[programs(tokens, width, parts)](
+            summed, weight, rstd, *out.operands, tokens, width,
+            OFFSET=offset, PARTS=parts, SCALING=out.scaling, num_warps=parts.warps,
+        )  # fmt: skip
     return out.forms

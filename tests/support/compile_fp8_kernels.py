@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 from triton import compile as compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from pentad.kernels.fp8 import fp8_cast_triton as cast
 from pentad.kernels.fp8 import fp8_glu_triton as glu
 from pentad.kernels.fp8 import fp8_norm_triton as norm
-from pentad.kernels.fp8.fp8_cast_triton import Scaling
+from pentad.kernels.fp8 import fp8_tiles_gluon as tiles
+from pentad.kernels.fp8.fp8_scaling_triton import Scaling
 from pentad.kernels.rms_norm_triton import PER_THREAD, shape_of
 
 HIDDEN = 4096
@@ -55,7 +57,7 @@ def reads(case: Case) -> Counter[str]:
             place = names.index(name), part
             values |= {place: None} if each is None else {}
             attributes |= {} if each is None else {place: ALIGNED}
-    source = ASTSource(kernel, signature, values, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values, attributes)
     found = compiled(source, target=HOPPER, options={"num_warps": warps})
     return Counter(re.findall(r"ld\.global[.\w:]*?\.((?:v\d\.)?b\d+)\b", found.asm["ptx"]))
 
@@ -67,10 +69,11 @@ def cases(given: bool) -> Iterator[Case]:
     scaling, recipe = Scaling(given, 0, 448.0, power_of_two=False), "given" if given else "tiles"
     form, none = ("*fp8e4nv", "*fp32", "*fp32" if given else None), (None, None, None)
     parts_of = {
-        (True, True): cast.GIVEN_PARTS if given else cast.SPLIT_PARTS,
         (True, False): cast.GIVEN_PARTS._replace(columns=False) if given else cast.ROW_PARTS,
         (False, True): cast.GIVEN_PARTS._replace(rows=False) if given else cast.COLUMN_PARTS,
     }
+    if given:
+        parts_of[True, True] = cast.GIVEN_PARTS
     for (rows, columns), parts in parts_of.items():
         types = {"x": BF16, "rows": form if rows else none, "columns": form if columns else none, "T": I32, "K": I32}
         constants = {"PARTS": parts, "SCALING": scaling}
@@ -86,10 +89,17 @@ def cases(given: bool) -> Iterator[Case]:
     types = {"gate_up": BF16, "out": form, "maxima": F32, "T": I32, "I": I32}
     constants = {"ACT": "silu", "PARTS": by_rows, "SCALING": scaling}
     yield Case(f"glu {recipe}", glu._forward, types, constants, by_rows.warps)
-    parts = glu.GIVEN_PARTS if given else glu.SPLIT_PARTS
     types = {"dy": BF16, "gate_up": BF16, "rows": form, "columns": form, "y": form, "T": I32, "I": I32}
-    constants = {"maxima": None, "PARTS": parts, "SETTINGS": glu.Backward("silu", scaling, scaling)}
-    yield Case(f"glu backward {recipe}", glu._backward, types, constants, parts.warps)
+    constants = {"ACT": "silu", "GRADIENTS": scaling, "OF_Y": scaling}
+    for parts in [glu.GIVEN_PARTS] if given else [glu.ROWS_BACK, glu.COLUMNS_BACK]:
+        name = f"glu backward {recipe} {parts.rows:d}{parts.columns:d}"
+        yield Case(name, glu._backward, types, constants | {"maxima": None, "PARTS": parts}, parts.warps)
+    if not given:
+        count, warps = tiles.GLU
+        yield Case("glu backward tiles", tiles._glu_backward, types, constants | {"COUNT": count}, warps)
+        count, warps = tiles.CAST
+        types = {"x": BF16, "rows": form, "columns": form, "T": I32, "K": I32}
+        yield Case("cast tiles", tiles._cast, types, {"COUNT": count, "SCALING": scaling}, warps)
     at_once, block, warps = shape_of(HIDDEN, PER_THREAD)
     types = {"out": form, "maxima": F32, "rstd": F32, "T": I32, "eps": "fp32"}
     types |= {"x": BF16, "residual": BF16, "weight": BF16, "summed": BF16}
