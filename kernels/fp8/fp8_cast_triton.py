@@ -267,6 +267,7 @@ def fp8_cast(
             x, *out.operands, t, k, ROWS=rows, COLUMNS=columns, SCALING=out.scaling, num_warps=SQUARE_WARPS
         )
     elif amax is None and rows and columns and fp8_tiles_gluon.serves(x):
+        assert maxima is None
         fp8_tiles_gluon.cast(x, out.operands, out.scaling)
     else:
         for parts in out.parts():

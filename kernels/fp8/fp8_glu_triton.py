@@ -147,6 +147,7 @@ def fp8_glu_backward(
     assert y.columns is not None
     operands = (*out.operands, y.operands[1])
     if amax is None and fp8_tiles_gluon.serves(dy):
+        assert maxima is None
         fp8_tiles_gluon.glu_backward(dy, gate_up, operands, act, out.scaling, y.scaling)
         return out.forms, y.columns
     for parts in out.parts(GIVEN_PARTS, ROWS_BACK, COLUMNS_BACK):
