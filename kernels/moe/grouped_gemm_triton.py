@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import KernelKey, ceil_div, choose_kernel
 
+WIDE = 512  # columns of a W that has wide tiles
 ALIGNMENT = 16  # bytes, of the rows and matrices that torch's kernel supports
 
 
@@ -111,6 +112,14 @@ def _shape(dtype: torch.dtype) -> dict[str, Any]:
     return {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "PRECISION": "tf32", "num_warps": 8, "num_stages": 3}
 
 
+def _wgrad_shape(dtype: torch.dtype, k: int) -> dict[str, Any]:
+    """Of W with K columns: wide tiles read less, and add what they have in pieces, as their sums fill the registers."""
+    if dtype == torch.float32 or k < WIDE:
+        return _shape(dtype) | {"PIECES": 1 if dtype == torch.float32 else 4}
+    wide = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 32, "PIECES": 4}
+    return wide | {"PRECISION": "tf32", "num_warps": 8, "num_stages": 4}
+
+
 def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """Launches torch's kernel or this; see `pentad.kernels.moe.grouped_gemm.grouped_gemm`."""
     if choose_kernel(serving_kernels(x, weights), grouped_key(weights)) == "torch":
@@ -155,6 +164,6 @@ def accumulate_grouped_gradient_(
     """Launches the kernel; see `pentad.kernels.moe.grouped_gemm.accumulate_grouped_gradient_`."""
     experts, n, k = main.shape
     assert dy.shape[1] == n and x.shape[1] == k and offsets.shape == (experts,)
-    shape = _shape(dy.dtype) | {"PIECES": 1 if dy.dtype == torch.float32 else 4}
+    shape = _wgrad_shape(dy.dtype, k)
     grid = (experts * ceil_div(n, shape["ROWS"]) * ceil_div(k, shape["COLUMNS"]),)
     _accumulate[grid](main, dy, x, offsets, n, k, OVERWRITE=overwrite, **shape)

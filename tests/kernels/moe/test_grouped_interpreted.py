@@ -37,11 +37,12 @@ def test_grouped_gemm(counts: tuple[int, ...], dtype: torch.dtype, bound: float)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_grouped_weight_gradients(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("k", [33, grouped_gemm_triton.WIDE + 9])
+def test_grouped_weight_gradients(counts: tuple[int, ...], dtype: torch.dtype, k: int) -> None:
     total = sum(counts)
-    dy, x = torch.randn(total + 3, 70, dtype=dtype), torch.randn(total + 3, 33, dtype=dtype)
+    dy, x = torch.randn(total + 3, 70, dtype=dtype), torch.randn(total + 3, k, dtype=dtype)
     dy[total:], x[total:] = torch.nan, torch.nan
-    main, offsets = torch.randn(len(counts), 70, 33), torch.tensor(counts).cumsum(0).to(torch.int32)
+    main, offsets = torch.randn(len(counts), 70, k), torch.tensor(counts).cumsum(0).to(torch.int32)
     expected = main.double()
     accumulate_grouped_gradient_(expected, dy.double(), x.double(), offsets)
     grouped_gemm_triton.accumulate_grouped_gradient_(main, dy, x, offsets)
