@@ -12,14 +12,14 @@ import numpy as np
 
 from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
 from pentad.schedules.generators.best_of import Candidate, best_of
-from pentad.schedules.generators.zb_auto_greedy import NEVER, ROUNDS, Pipeline, greedy_candidates, tick_costs, warm_up
+from pentad.schedules.generators.zb_auto_greedy import NEVER, ROUNDS, Pipeline, Run, followed, greedy_candidates, tick_costs, warm_up
 from pentad.schedules.generators.zb_h import zb_h1, zb_h2
 from pentad.schedules.ir.columns import CODE, OPS, Columns
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
-EVENTS = 32  # of each rank between bounds
+EVENTS = 16  # of each rank between bounds
 
 
 def zb_1p(spec: ScheduleSpec) -> Columns:
@@ -56,8 +56,8 @@ def _candidates(costs: Costs, ranks: int, microbatches: int, limit: float) -> It
     begun = [warm_up(Pipeline(ticks, microbatches, limit), extra_warm_up=extra).streams for extra in (False, True)]
     for extra in (False, True)[: 1 + (begun[0] != begun[1])]:
         yield from greedy_candidates(lambda: Pipeline(ticks, microbatches, limit), extra_warm_up=extra)
-    for backward_first, eager_weight in product((False, True), repeat=2):
-        yield _list_schedule(Pipeline(ticks, microbatches, limit), backward_first, eager_weight)
+    for backward_first in (False, True):
+        yield from _list_candidates(Pipeline(ticks, microbatches, limit), Pipeline(ticks, microbatches, limit), backward_first)
     for streams in _published(ranks, microbatches, limit):
         yield _replay(Pipeline(ticks, microbatches, limit), [deque(ops) for ops in streams])
 
@@ -71,13 +71,19 @@ def _published(ranks: int, microbatches: int, limit: float) -> Iterator[list[lis
             yield [[OPS[code] for code in ops] for ops in op.tolist()]
 
 
-def _list_schedule(pipeline: Pipeline, backward_first: bool, eager_weight: bool) -> Candidate[Pipeline]:
+def _list_candidates(one: Pipeline, other: Pipeline, backward_first: bool) -> Iterator[Candidate[Pipeline]]:
+    """Without and with `eager_weight`."""
+    lazy, eager = Run(one, _list_schedule(one, backward_first, False)), Run(other, _list_schedule(other, backward_first, True))
+    return map(followed, (lambda: lazy if other.eager_mattered else eager, lambda: eager))
+
+
+def _list_schedule(pipeline: Pipeline, backward_first: bool, eager_weight: bool) -> Iterator[int]:
     """List scheduling: a free rank runs what has arrived. Better than rounds if stages differ or the limit is low."""
     events = [(0, rank) for rank in range(pipeline.ranks)]
     clock, costs, last = pipeline.clock, pipeline.costs, pipeline.ranks - 1
     for number in count(1):
         if not events:
-            return pipeline
+            return
         if number % (EVENTS * pipeline.ranks) == 0:
             yield pipeline.least_longest()
         now, rank = heappop(events)
@@ -93,7 +99,6 @@ def _list_schedule(pipeline: Pipeline, backward_first: bool, eager_weight: bool)
                 heappush(events, (then + costs.backward_hop[rank - 1], rank - 1))
         if then < NEVER:
             heappush(events, (then, rank))
-    return pipeline
 
 
 def _choose(pipeline: Pipeline, rank: int, now: int, backward_first: bool, eager_weight: bool) -> tuple[Op | None, int]:
@@ -106,7 +111,10 @@ def _choose(pipeline: Pipeline, rank: int, now: int, backward_first: bool, eager
         return Op.B, now
     if forward <= now:
         return Op.W if weights > 0 else Op.F, now
-    if pending and (eager_weight or now + pipeline.costs.weight[rank] <= min(forward, backward)):
+    if pending and now + pipeline.costs.weight[rank] <= min(forward, backward):
+        return Op.W, now
+    if pending and eager_weight:
+        pipeline.eager_mattered = True
         return Op.W, now
     return None, min(forward, backward)
 
