@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from heapq import heappop, heappush
-from itertools import count, product
+from itertools import count
 from math import inf
 
 import numpy as np
 
 from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
 from pentad.schedules.generators.best_of import Candidate, best_of
-from pentad.schedules.generators.zb_auto_greedy import NEVER, ROUNDS, Pipeline, Run, followed, greedy_candidates, tick_costs, warm_up
+from pentad.schedules.generators.zb_auto_greedy import (
+    NEVER,
+    ROUNDS,
+    Pipeline,
+    Run,
+    followed,
+    greedy_candidates,
+    tick_costs,
+    warm_up,
+)
 from pentad.schedules.generators.zb_h import zb_h1, zb_h2
 from pentad.schedules.ir.columns import CODE, OPS, Columns
 from pentad.schedules.ir.instruction import Op
@@ -53,13 +63,14 @@ def most_saved(spec: ScheduleSpec, default: float) -> float:
 
 def _candidates(costs: Costs, ranks: int, microbatches: int, limit: float) -> Iterator[Candidate[Pipeline]]:
     ticks = tick_costs(costs, ranks)
-    begun = [warm_up(Pipeline(ticks, microbatches, limit), extra_warm_up=extra).streams for extra in (False, True)]
+    begin = partial(Pipeline, ticks, microbatches, limit)
+    begun = [warm_up(begin(), extra_warm_up=extra).streams for extra in (False, True)]
     for extra in (False, True)[: 1 + (begun[0] != begun[1])]:
-        yield from greedy_candidates(lambda: Pipeline(ticks, microbatches, limit), extra_warm_up=extra)
+        yield from greedy_candidates(begin, extra_warm_up=extra)
     for backward_first in (False, True):
-        yield from _list_candidates(Pipeline(ticks, microbatches, limit), Pipeline(ticks, microbatches, limit), backward_first)
+        yield from list_candidates(begin, backward_first=backward_first)
     for streams in _published(ranks, microbatches, limit):
-        yield _replay(Pipeline(ticks, microbatches, limit), [deque(ops) for ops in streams])
+        yield _replay(begin(), [deque(ops) for ops in streams])
 
 
 def _published(ranks: int, microbatches: int, limit: float) -> Iterator[list[list[Op]]]:
@@ -71,14 +82,17 @@ def _published(ranks: int, microbatches: int, limit: float) -> Iterator[list[lis
             yield [[OPS[code] for code in ops] for ops in op.tolist()]
 
 
-def _list_candidates(one: Pipeline, other: Pipeline, backward_first: bool) -> Iterator[Candidate[Pipeline]]:
-    """Without and with `eager_weight`."""
-    lazy, eager = Run(one, _list_schedule(one, backward_first, False)), Run(other, _list_schedule(other, backward_first, True))
-    return map(followed, (lambda: lazy if other.eager_mattered else eager, lambda: eager))
+def list_candidates(begin: Callable[[], Pipeline], *, backward_first: bool) -> Iterator[Candidate[Pipeline]]:
+    """Without and with `eager_weight`, in one run as long as it has changed nothing."""
+    lazy, eager = (
+        Run(begin(), partial(list_schedule, backward_first=backward_first, eager_weight=each)) for each in (False, True)
+    )
+    return map(followed, (lambda: lazy if eager.pipeline.eager_mattered else eager, lambda: eager))
 
 
-def _list_schedule(pipeline: Pipeline, backward_first: bool, eager_weight: bool) -> Iterator[int]:
-    """List scheduling: a free rank runs what has arrived. Better than rounds if stages differ or the limit is low."""
+def list_schedule(pipeline: Pipeline, *, backward_first: bool, eager_weight: bool) -> Iterator[int]:
+    """List scheduling: a free rank runs what has arrived. Better than rounds if stages differ or the limit is low.
+    Yields lower bounds of its `longest`."""
     events = [(0, rank) for rank in range(pipeline.ranks)]
     clock, costs, last = pipeline.clock, pipeline.costs, pipeline.ranks - 1
     for number in count(1):

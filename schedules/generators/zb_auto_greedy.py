@@ -7,6 +7,7 @@ forward and one backward per rank, with weight gradients in the gaps or where me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate, product
 from math import floor, log10
 from operator import add
@@ -181,9 +182,9 @@ class Pipeline:
 class Run:
     """A run of a heuristic, whose `steps` yield lower bounds of the `longest` of its pipeline."""
 
-    def __init__(self, pipeline: Pipeline, steps: Iterator[int]) -> None:
+    def __init__(self, pipeline: Pipeline, steps: Callable[[Pipeline], Iterator[int]]) -> None:
         self.pipeline, self.bound, self.is_done = pipeline, 0, False
-        self._steps = steps
+        self._steps = steps(pipeline)
 
     def advance(self) -> None:
         bound = next(self._steps, None)
@@ -197,8 +198,7 @@ def greedy_candidates(begin: Callable[[], Pipeline], *, extra_warm_up: bool) -> 
     """Without and with each of the other two options. As long as an option has changed nothing, a run without it is the
     one with it."""
     options = (GreedyOptions(extra_warm_up, *each) for each in product((False, True), repeat=2))
-    pipelines = [begin() for _ in range(4)]
-    neither, eager, hold, both = (Run(each, _run_greedy(each, of)) for each, of in zip(pipelines, options))
+    neither, eager, hold, both = (Run(begin(), partial(run_greedy, options=each)) for each in options)
 
     def with_hold() -> Run:
         return hold if both.pipeline.eager_mattered else both
@@ -222,7 +222,7 @@ def followed(run: Callable[[], Run]) -> Candidate[Pipeline]:
     return run().pipeline
 
 
-def _run_greedy(pipeline: Pipeline, options: GreedyOptions) -> Iterator[int]:
+def run_greedy(pipeline: Pipeline, options: GreedyOptions) -> Iterator[int]:
     """Runs a whole step; yields lower bounds of its `longest`."""
     warm_up(pipeline, extra_warm_up=options.extra_warm_up)
     for number in range(1, pipeline.microbatches):
