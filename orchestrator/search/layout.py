@@ -75,10 +75,11 @@ def _in_layers(piece: Piece) -> Piece:
 
 
 class Work:
-    """What is to be planned: a configuration on GPUs, and what its layouts have in common."""
+    """What is to be planned: a configuration on GPUs, and what its layouts have in common. All layers of all settings
+    recompute by one of the `modes`."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.model = config, config.model_spec("bfloat16")
+    def __init__(self, config: RunConfig, modes: Sequence[str] = ("none",)) -> None:
+        self.config, self.model, self.modes = config, config.model_spec("bfloat16"), modes
         self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
         self.lora, self.gpu, self.rates = config.lora_spec, gpu_of(config.cluster), rates_for(config.cluster, "cuda")
         self.launched = launched(self.rates)
@@ -372,6 +373,14 @@ class Layout:
     @cached_property
     def offload(self) -> Callable[[str, float], Sequence[float]]:
         return cache(self._offload)
+
+    @cached_property
+    def least_recompute(self) -> list[float]:
+        """Seconds of each stage that all settings recompute."""
+        if "none" in self.work.modes:
+            return [0.0] * len(self.units.of_stages)
+        least = [*map(min, zip(*map(self.recompute, self.work.modes), strict=True))]
+        return [sum(least[of.start : of.stop]) for of in self.units.of_stages]
 
     def _recompute(self, mode: str) -> Sequence[float]:
         """Seconds to recompute each unit, launches included."""
