@@ -123,7 +123,7 @@ def _times_one_by_one(graph: Graph, order: Array, first: Array, second: Array) -
     more: list[range | None] = [None] * len(order)
     for event in np.flatnonzero(above - below > 2).tolist():
         more[event] = range(below[event] + 2, above[event])
-    starts, ends = list[float](), [0.0]
+    starts, ends, source, delay = list[float](), [0.0], sources.tolist(), delays.tolist()
     seconds = first[order].tolist(), second[order].tolist()
     rows = zip(*seconds, *sources[edges].tolist(), *delays[edges].tolist(), more, strict=True)
     for before, after, one, other, one_delay, other_delay, others in rows:
@@ -131,7 +131,10 @@ def _times_one_by_one(graph: Graph, order: Array, first: Array, second: Array) -
         if ready > start:
             start = ready
         if others:
-            start = max(start, *(ends[sources[k]] + float(delays[k]) for k in others))
+            for k in others:
+                ready = ends[source[k]] + delay[k]
+                if ready > start:
+                    start = ready
         starts.append(start)
         ends.append(start + before + after)
     found = np.zeros((2, graph.events))
