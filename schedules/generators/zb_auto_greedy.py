@@ -14,11 +14,13 @@ from operator import add
 from typing import NamedTuple
 
 from pentad.schedules.generators.best_of import Candidate
+from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.instruction import Instruction, Op
 from pentad.schedules.simulate.costs import Costs
 
 DIGITS = 12  # significant digits of the most expensive operation
 NEVER = 1 << 100  # ticks
+F, B, W = (CODE[op] for op in (Op.F, Op.B, Op.W))  # to look one up takes longer than to run it here
 ROUNDS = 8  # between bounds
 
 
@@ -66,7 +68,7 @@ class Pipeline:
         self.ranks, self.microbatches = len(costs.forward), microbatches
         self.memory_limit = floor(2 * memory_limit)
         self.costs = costs
-        self.streams: list[list[Op]] = [[] for _ in range(self.ranks)]
+        self.streams: list[list[int]] = [[] for _ in range(self.ranks)]  # of op codes
         self.clock = [0] * self.ranks
         self.idle = [0] * self.ranks  # since the rank's first forward
         self.saved = [0] * self.ranks
@@ -96,10 +98,10 @@ class Pipeline:
         exists = mb < len(produced) and mb < len(self.forward_ends[rank])
         return produced[mb] + self.costs.backward_hop[rank] if exists else NEVER
 
-    def run(self, rank: int, op: Op) -> None:
-        if op is Op.F:
+    def run(self, rank: int, op: int) -> None:
+        if op == F:
             self.run_forward(rank)
-        elif op is Op.B:
+        elif op == B:
             self.run_backward(rank)
         else:
             self.run_weights(rank, 1)
@@ -116,7 +118,7 @@ class Pipeline:
         self.saved[rank] = saved = self.saved[rank] + 2
         if saved > self.peak:
             self.peak = saved
-        stream.append(Op.F)
+        stream.append(F)
 
     def run_backward(self, rank: int) -> None:
         costs, ends, start = self.costs, self.backward_ends[rank], self.clock[rank]
@@ -128,14 +130,14 @@ class Pipeline:
         ends.append(end)
         self.saved[rank] -= 1
         self.pending[rank] += 1
-        self.streams[rank].append(Op.B)
+        self.streams[rank].append(B)
 
     def run_weights(self, rank: int, count: int) -> None:
         if count > 0:
             self.clock[rank] += count * self.costs.weight[rank]
             self.saved[rank] -= count
             self.pending[rank] -= count
-            self.streams[rank] += [Op.W] * count
+            self.streams[rank] += [W] * count
 
     def weights_before_forward(self, rank: int) -> int:
         """Weight gradients that must run before the next forward fits into memory; it fits already if not positive."""
