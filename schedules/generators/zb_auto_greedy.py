@@ -20,7 +20,7 @@ from pentad.schedules.simulate.costs import Costs
 
 DIGITS = 12  # significant digits of the most expensive operation
 NEVER = 1 << 100  # ticks
-F, B, W = (CODE[op] for op in (Op.F, Op.B, Op.W))  # to look one up takes longer than to run it here
+F, B, W = (CODE[op] for op in (Op.F, Op.B, Op.W))  # an attribute of Op takes long to look up
 ROUNDS = 8  # between bounds
 
 
