@@ -121,8 +121,9 @@ def _times_one_by_one(graph: Graph, order: Array, first: Array, second: Array) -
     below, above = bounds[order], bounds[order + 1]
     edges = np.stack([np.where(below + k < above, below + k, len(by_target)) for k in (0, 1)])
     more: list[range | None] = [None] * len(order)
-    for event in np.flatnonzero(above - below > 2).tolist():
-        more[event] = range(below[event] + 2, above[event])
+    many = np.flatnonzero(above - below > 2)
+    for event, low, high in zip(many.tolist(), (below[many] + 2).tolist(), above[many].tolist(), strict=True):
+        more[event] = range(low, high)
     starts, ends, source, delay = list[float](), [0.0], sources.tolist(), delays.tolist()
     seconds = first[order].tolist(), second[order].tolist()
     rows = zip(*seconds, *sources[edges].tolist(), *delays[edges].tolist(), more, strict=True)
