@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece
@@ -75,10 +75,11 @@ def _in_layers(piece: Piece) -> Piece:
 
 
 class Work:
-    """What is to be planned: a configuration on GPUs, and what its layouts have in common."""
+    """What is to be planned: a configuration on GPUs, and what its layouts have in common. All layers of all settings
+    recompute by one of the `modes`."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.model = config, config.model_spec("bfloat16")
+    def __init__(self, config: RunConfig, modes: Sequence[str] = ("none",)) -> None:
+        self.config, self.model, self.modes = config, config.model_spec("bfloat16"), modes
         self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
         self.lora, self.gpu, self.rates = config.lora_spec, gpu_of(config.cluster), rates_for(config.cluster, "cuda")
         self.launched = launched(self.rates)
@@ -90,7 +91,7 @@ class Work:
         self.counts: dict[tuple[Order, int, int, int], Any] = {}  # placement_bounds.py
         self._counts: dict[tuple[Placement, int, int, int | None, bool], tuple[int, ...]] = {}
         self._units = cache(lambda placement, counts: Units(placement, self.stages(placement), counts, self.kind))
-        self._layouts: dict[tuple[object, ...], Layout] = {}
+        self.laid_out = cache(partial(Layout, self))
         self._kinds: dict[LayerRange, int] = {}
         self._numbers: dict[Kind, int] = {}
         self.unit_bytes: dict[Piece, dict[tuple[int, str, float], UnitBytes]] = {}  # by piece
@@ -153,10 +154,7 @@ class Work:
         slices = self.slices(order)
         placement = placement_of(order, mesh.pp, microbatches, slices)
         piece = self.piece(mesh, microbatches, slices, shards)
-        key = piece, placement, unit_layers, by_layer and unit_layers is None
-        if key not in self._layouts:
-            self._layouts[key] = Layout(self, placement, piece, unit_layers, by_layer)
-        return self._layouts[key]
+        return self.laid_out(placement, piece, unit_layers, by_layer and unit_layers is None)
 
     def layout_of(self, setting: Setting) -> Layout:
         by_layer = setting.recompute != "none" or setting.offload > 0
@@ -372,6 +370,15 @@ class Layout:
     @cached_property
     def offload(self) -> Callable[[str, float], Sequence[float]]:
         return cache(self._offload)
+
+    @cached_property
+    def least_recompute(self) -> list[float]:
+        """Seconds of each stage that all settings recompute, in units as they have them."""
+        if "none" in self.work.modes:
+            return [0.0] * len(self.units.of_stages)
+        layout = self.work.laid_out(self.placement, self.piece, self.unit_layers, self.unit_layers is None)
+        least = [*map(min, zip(*map(layout.recompute, self.work.modes), strict=True))]
+        return [sum(least[of.start : of.stop]) for of in layout.units.of_stages]
 
     def _recompute(self, mode: str) -> Sequence[float]:
         """Seconds to recompute each unit, launches included."""

@@ -63,7 +63,7 @@ def order_bound(layout: Layout, order: Order, microbatches: int) -> float:
     the time that all of them are saved for, one after another (Little's law)."""
     path, limit = _Path.of(layout, is_split=splits_backward(order)), CATALOGUE[order.name].most_saved
     counts, held = counts_of(layout, order, microbatches), np.array(layout.placement)
-    forward, gradient, whole, arrival, turn, left = (np.array(each)[held] for each in path[:6])
+    forward, gradient, whole, arrival, turn, left, again = (np.array(each)[held] for each in path[:7])
     parts, begin = np.stack((forward, gradient, whole - gradient), axis=-1), arrival.min(axis=1)
     if limit is None:
         before = (counts.forwards * forward).sum(axis=1)
@@ -71,7 +71,7 @@ def order_bound(layout: Layout, order: Order, microbatches: int) -> float:
         among = held.shape[1] * limit(spec_of(order.name, len(held), microbatches, order.options))
         before = among * forward.max(axis=1)
         begin = begin + np.maximum(0.0, arrival.max(axis=1) - begin - among * forward[:, 0])
-    first = np.take_along_axis(arrival + forward + turn, counts.first[:, None], axis=1)[:, 0]  # backward
+    first = np.take_along_axis(arrival + forward + turn - again, counts.first[:, None], axis=1)[:, 0]  # backward
     begin = np.maximum(begin, first - before)  # of its work, if the rank did not wait from then on
     starts = begin[:, None] + (counts.adding * parts[:, None]).sum(axis=(2, 3))
     ends = begin[:, None] + (counts.backward * parts[:, None]).sum(axis=(2, 3)) + gradient + left + path.last
@@ -156,9 +156,9 @@ def planned_counts(ranks: int, stages: int, microbatches: int, saved: int) -> Co
 
 class _Path(NamedTuple):
     """The path of one piece through all stages. By stage: seconds of `forward`, of backward until the stage before
-    continues (`gradient`), and of all backward (`whole`); `arrival` of its first input, `turn` from the end of its
-    forward to the start of its backward, `left` from the end of its backward to that of stage 0, after which `last`
-    follows."""
+    continues (`gradient`), and of all backward (`whole`), with what recomputes before (`again`), maybe before its
+    gradient comes; `arrival` of its first input, `turn` from the end of its forward to the start of its backward,
+    `left` from the end of its backward to that of stage 0, after which `last` follows."""
 
     forward: list[float]
     gradient: list[float]
@@ -166,6 +166,7 @@ class _Path(NamedTuple):
     arrival: list[float]
     turn: list[float]
     left: list[float]
+    again: list[float]
     last: float
 
     @staticmethod
@@ -181,7 +182,8 @@ class _Path(NamedTuple):
         left = list(accumulate(map(add, gradient, hops), initial=0.0))
         turns = (2 * hop + f + g for hop, f, g in zip(hops, forward[1:], gradient[1:], strict=True))
         turn = list(accumulate([*turns][::-1], initial=0.0))[::-1]
-        return _Path(forward, gradient, whole, arrival, turn, left, costs.weight[0] if is_split else 0.0)
+        again, last = layout.least_recompute, costs.weight[0] if is_split else 0.0
+        return _Path(forward, gradient, [*map(add, whole, again)], arrival, turn, left, again, last)
 
     def work(self, stage: int) -> float:
         return self.forward[stage] + self.whole[stage]
@@ -205,7 +207,8 @@ def _placement_bound(layout: Layout, path: _Path, pieces: int) -> float:
             continue
         low, high = min(held), max(held)
         head = path.arrival[low] + forward
-        start = max(head, path.arrival[high] + path.forward[high] + path.turn[high])  # of all backwards
+        first = path.arrival[high] + path.forward[high] + path.turn[high]
+        start = max(head, first - path.again[high])  # of all backwards
         rear = path.turn[high] + path.gradient[high] + path.left[high] + path.last
         most = max(most, start + whole, start + gradient + path.left[low] + path.last, head + rear)
         if layout.is_shared and layout.work.lora is None:

@@ -104,7 +104,7 @@ class _Search:
         self.config, self.space, self.device, self.held = config, space, device, held
         self.compared = without_evaluation(config)
         self.evaluates_nothing = self.compared == config
-        self.work, self.found = Work(reset(config, held)), SearchResult(device, space, held)
+        self.work, self.found = Work(reset(config, held), space.modes), SearchResult(device, space, held)
         self._heap: list[tuple[float, int, Branch]] = []
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}

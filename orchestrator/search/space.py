@@ -117,6 +117,11 @@ class Space:
     offload: tuple[float, ...] = (0.0, *OFFLOADED)
     shards: tuple[int | None, ...] | None = None
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """By one of these all layers of every setting recompute."""
+        return self.recompute if self.recompute_layers == (None,) else ("none",)
+
     def shards_on(self, config: RunConfig, mesh: Mesh) -> tuple[int | None, ...]:
         """Fewer of a host's ranks in a group would send as much between hosts, or more, and save less memory."""
         if self.shards is not None:

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from heapq import heappop, heappush
-from itertools import count, product
+from itertools import count
 from math import inf
 
 import numpy as np
 
 from pentad.schedules.generators.arrays import occurrence_index, streams_from_arrays
 from pentad.schedules.generators.best_of import Candidate, best_of
-from pentad.schedules.generators.zb_auto_greedy import NEVER, ROUNDS, Pipeline, greedy_candidates, tick_costs, warm_up
+from pentad.schedules.generators.zb_auto_greedy import (
+    NEVER,
+    ROUNDS,
+    B,
+    F,
+    Pipeline,
+    Run,
+    W,
+    followed,
+    greedy_candidates,
+    tick_costs,
+    warm_up,
+)
 from pentad.schedules.generators.zb_h import zb_h1, zb_h2
-from pentad.schedules.ir.columns import CODE, OPS, Columns
-from pentad.schedules.ir.instruction import Op
+from pentad.schedules.ir.columns import Columns
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
-EVENTS = 32  # of each rank between bounds
+EVENTS = 16  # of each rank between bounds
 
 
 def zb_1p(spec: ScheduleSpec) -> Columns:
@@ -41,7 +53,7 @@ def zb_auto(spec: ScheduleSpec, default_limit: float = inf) -> Columns:
     costs = spec.costs or Costs.uniform(spec.ranks)
     tried = _candidates(costs, spec.ranks, spec.microbatches, most_saved(spec, default_limit))
     best = best_of(tried, lambda pipeline: (*pipeline.durations(), pipeline.peak))
-    op = np.array([[CODE[op] for op in ops] for ops in best.streams])
+    op = np.array(best.streams)
     stage = np.broadcast_to(np.arange(spec.ranks)[:, None], op.shape)
     return streams_from_arrays(op, stage, occurrence_index(op, spec.microbatches))
 
@@ -53,67 +65,81 @@ def most_saved(spec: ScheduleSpec, default: float) -> float:
 
 def _candidates(costs: Costs, ranks: int, microbatches: int, limit: float) -> Iterator[Candidate[Pipeline]]:
     ticks = tick_costs(costs, ranks)
-    begun = [warm_up(Pipeline(ticks, microbatches, limit), extra_warm_up=extra).streams for extra in (False, True)]
+    begin = partial(Pipeline, ticks, microbatches, limit)
+    begun = [warm_up(begin(), extra_warm_up=extra).streams for extra in (False, True)]
     for extra in (False, True)[: 1 + (begun[0] != begun[1])]:
-        yield from greedy_candidates(lambda: Pipeline(ticks, microbatches, limit), extra_warm_up=extra)
-    for backward_first, eager_weight in product((False, True), repeat=2):
-        yield _list_schedule(Pipeline(ticks, microbatches, limit), backward_first, eager_weight)
+        yield from greedy_candidates(begin, extra_warm_up=extra)
+    for backward_first in (False, True):
+        yield from list_candidates(begin, backward_first=backward_first)
     for streams in _published(ranks, microbatches, limit):
-        yield _replay(Pipeline(ticks, microbatches, limit), [deque(ops) for ops in streams])
+        yield _replay(begin(), [deque(ops) for ops in streams])
 
 
-def _published(ranks: int, microbatches: int, limit: float) -> Iterator[list[list[Op]]]:
+def _published(ranks: int, microbatches: int, limit: float) -> Iterator[list[list[int]]]:
     """ZB-H1 and ZB-H2, if they keep to the limit."""
     for known in (zb_h1, zb_h2):
         op = known(ScheduleSpec(ranks, microbatches)).op.reshape(ranks, -1)
-        saved = np.where(op == CODE[Op.F], 2, -1).cumsum(axis=1)  # in halves: B frees one, W the other
+        saved = np.where(op == F, 2, -1).cumsum(axis=1)  # in halves: B frees one, W the other
         if saved.max() <= 2 * limit:
-            yield [[OPS[code] for code in ops] for ops in op.tolist()]
+            yield op.tolist()
 
 
-def _list_schedule(pipeline: Pipeline, backward_first: bool, eager_weight: bool) -> Candidate[Pipeline]:
-    """List scheduling: a free rank runs what has arrived. Better than rounds if stages differ or the limit is low."""
+def list_candidates(begin: Callable[[], Pipeline], *, backward_first: bool) -> Iterator[Candidate[Pipeline]]:
+    """Without and with `eager_weight`, in one run as long as it has changed nothing."""
+    lazy, eager = (
+        Run(begin(), partial(list_schedule, backward_first=backward_first, eager_weight=each)) for each in (False, True)
+    )
+    return map(followed, (lambda: lazy if eager.pipeline.eager_mattered else eager, lambda: eager))
+
+
+def list_schedule(pipeline: Pipeline, *, backward_first: bool, eager_weight: bool) -> Iterator[int]:
+    """List scheduling: a free rank runs what has arrived. Better than rounds if stages differ or the limit is low.
+    Yields lower bounds of its `longest`."""
     events = [(0, rank) for rank in range(pipeline.ranks)]
     clock, costs, last = pipeline.clock, pipeline.costs, pipeline.ranks - 1
     for number in count(1):
         if not events:
-            return pipeline
+            return
         if number % (EVENTS * pipeline.ranks) == 0:
             yield pipeline.least_longest()
         now, rank = heappop(events)
         if now < clock[rank]:
             continue  # busy; another event comes when it is free
         op, then = _choose(pipeline, rank, now, backward_first, eager_weight)
-        if op:
+        if op is not None:
             pipeline.run(rank, op)
             then = clock[rank]
-            if op is Op.F and rank < last:
+            if op == F and rank < last:
                 heappush(events, (then + costs.forward_hop[rank + 1], rank + 1))
-            if op is Op.B and rank > 0:
+            if op == B and rank > 0:
                 heappush(events, (then + costs.backward_hop[rank - 1], rank - 1))
         if then < NEVER:
             heappush(events, (then, rank))
-    return pipeline
 
 
-def _choose(pipeline: Pipeline, rank: int, now: int, backward_first: bool, eager_weight: bool) -> tuple[Op | None, int]:
+def _choose(
+    pipeline: Pipeline, rank: int, now: int, backward_first: bool, eager_weight: bool
+) -> tuple[int | None, int]:
     """What a free rank runs now, or until when it waits. `backward_first`: B goes before F. `eager_weight`: W may delay
     F and B."""
     weights, pending = pipeline.weights_before_forward(rank), pipeline.pending[rank]
     forward = pipeline.next_activation(rank) if weights <= pending else NEVER
     backward = pipeline.next_gradient(rank)
     if backward <= now and (backward_first or forward > now or weights > 0):
-        return Op.B, now
+        return B, now
     if forward <= now:
-        return Op.W if weights > 0 else Op.F, now
-    if pending and (eager_weight or now + pipeline.costs.weight[rank] <= min(forward, backward)):
-        return Op.W, now
+        return W if weights > 0 else F, now
+    if pending and now + pipeline.costs.weight[rank] <= min(forward, backward):
+        return W, now
+    if pending and eager_weight:
+        pipeline.eager_mattered = True
+        return W, now
     return None, min(forward, backward)
 
 
-def _replay(pipeline: Pipeline, streams: list[deque[Op]]) -> Candidate[Pipeline]:
+def _replay(pipeline: Pipeline, streams: list[deque[int]]) -> Candidate[Pipeline]:
     """Runs given streams: each rank in turn as far as its inputs have been produced."""
-    arrival = {Op.F: pipeline.next_activation, Op.B: pipeline.next_gradient, Op.W: lambda rank: 0}
+    arrival = {F: pipeline.next_activation, B: pipeline.next_gradient, W: lambda rank: 0}
     for number in count(1):
         if not any(streams):
             break

@@ -7,16 +7,20 @@ forward and one backward per rank, with weight gradients in the gaps or where me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from functools import partial
+from itertools import accumulate, product
 from math import floor, log10
+from operator import add
 from typing import NamedTuple
 
 from pentad.schedules.generators.best_of import Candidate
+from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.instruction import Instruction, Op
 from pentad.schedules.simulate.costs import Costs
 
 DIGITS = 12  # significant digits of the most expensive operation
 NEVER = 1 << 100  # ticks
+F, B, W = (CODE[op] for op in (Op.F, Op.B, Op.W))  # an attribute of Op takes long to look up
 ROUNDS = 8  # between bounds
 
 
@@ -64,7 +68,7 @@ class Pipeline:
         self.ranks, self.microbatches = len(costs.forward), microbatches
         self.memory_limit = floor(2 * memory_limit)
         self.costs = costs
-        self.streams: list[list[Op]] = [[] for _ in range(self.ranks)]
+        self.streams: list[list[int]] = [[] for _ in range(self.ranks)]  # of op codes
         self.clock = [0] * self.ranks
         self.idle = [0] * self.ranks  # since the rank's first forward
         self.saved = [0] * self.ranks
@@ -78,6 +82,10 @@ class Pipeline:
         at_once = [0] * microbatches
         self.activations = [at_once, *self.forward_ends[:-1]]
         self.gradients = [*self.backward_ends[1:], at_once]
+        # By rank: from the end of its last B or F until the last microbatch's W on rank 0 has ended.
+        self.way_back = [*accumulate(map(add, costs.backward, costs.backward_hop), initial=costs.weight[0])][:-1]
+        there = accumulate(map(add, costs.forward[:0:-1], costs.forward_hop[:0:-1]), initial=0)
+        self.round_trip = [each + costs.backward[-1] + self.way_back[-1] for each in there][::-1]
 
     def next_activation(self, rank: int) -> int:
         """When the input of a rank's next F arrives; NEVER if nothing has produced it yet."""
@@ -90,10 +98,10 @@ class Pipeline:
         exists = mb < len(produced) and mb < len(self.forward_ends[rank])
         return produced[mb] + self.costs.backward_hop[rank] if exists else NEVER
 
-    def run(self, rank: int, op: Op) -> None:
-        if op is Op.F:
+    def run(self, rank: int, op: int) -> None:
+        if op == F:
             self.run_forward(rank)
-        elif op is Op.B:
+        elif op == B:
             self.run_backward(rank)
         else:
             self.run_weights(rank, 1)
@@ -110,7 +118,7 @@ class Pipeline:
         self.saved[rank] = saved = self.saved[rank] + 2
         if saved > self.peak:
             self.peak = saved
-        stream.append(Op.F)
+        stream.append(F)
 
     def run_backward(self, rank: int) -> None:
         costs, ends, start = self.costs, self.backward_ends[rank], self.clock[rank]
@@ -122,14 +130,14 @@ class Pipeline:
         ends.append(end)
         self.saved[rank] -= 1
         self.pending[rank] += 1
-        self.streams[rank].append(Op.B)
+        self.streams[rank].append(B)
 
     def run_weights(self, rank: int, count: int) -> None:
         if count > 0:
             self.clock[rank] += count * self.costs.weight[rank]
             self.saved[rank] -= count
             self.pending[rank] -= count
-            self.streams[rank] += [Op.W] * count
+            self.streams[rank] += [W] * count
 
     def weights_before_forward(self, rank: int) -> int:
         """Weight gradients that must run before the next forward fits into memory; it fits already if not positive."""
@@ -146,27 +154,39 @@ class Pipeline:
 
     def least_longest(self) -> int:
         """What the longest of `durations` will be at least: a rank's work and what it has idled; for rank 0, which
-        starts at 0, the way of the last microbatch's gradient from each rank."""
-        costs, count, way, most = self.costs, self.microbatches, self.costs.weight[0], 0
+        starts at 0, until the last microbatch has been forward from each rank and back, or its gradient come from it.
+        """
+        costs, count, most = self.costs, self.microbatches, 0
         for rank, clock in enumerate(self.clock):
-            forward, backward, ends = costs.forward[rank], costs.backward[rank], self.backward_ends[rank]
-            most = max(most, count * (forward + backward + costs.weight[rank]) + self.idle[rank])
-            if (left := count - len(ends)) > 0:
-                forwards = count - len(self.forward_ends[rank])
-                most = max(most, clock + forwards * forward + left * backward + way)
-            else:
-                most = max(most, ends[-1] + way)
-            if rank + 1 < self.ranks:
-                way += backward + costs.backward_hop[rank]
+            forward, backward, weight = costs.forward[rank], costs.backward[rank], costs.weight[rank]
+            most = max(most, count * (forward + backward + weight) + self.idle[rank])
+            forwards, backwards = count - len(self.forward_ends[rank]), count - len(self.backward_ends[rank])
+            if not backwards:
+                most = max(most, self.backward_ends[rank][-1] + self.way_back[rank])
+                continue
+            most = max(most, clock + forwards * forward + backwards * backward + self.way_back[rank])
+            if forwards:
+                freeing = self._ticks_to_free(rank, self.saved[rank] + 2 * forwards - self.memory_limit)
+                most = max(most, clock + forwards * forward + freeing + self.round_trip[rank])
         return most
+
+    def _ticks_to_free(self, rank: int, halves: int) -> int:
+        """The least time in which B and W, each of which follows a B, free so much."""
+        backward, weight = self.costs.backward[rank], self.costs.weight[rank]
+        if halves <= 0:
+            return 0
+        if backward < weight:
+            return halves * backward
+        backwards = max(0, halves - self.pending[rank] + 1) // 2
+        return backwards * backward + (halves - backwards) * weight
 
 
 class Run:
-    """A run of the heuristic, step by step."""
+    """A run of a heuristic, whose `steps` yield lower bounds of the `longest` of its pipeline."""
 
-    def __init__(self, pipeline: Pipeline, options: GreedyOptions) -> None:
+    def __init__(self, pipeline: Pipeline, steps: Callable[[Pipeline], Iterator[int]]) -> None:
         self.pipeline, self.bound, self.is_done = pipeline, 0, False
-        self._steps = _run_greedy(pipeline, options)
+        self._steps = steps(pipeline)
 
     def advance(self) -> None:
         bound = next(self._steps, None)
@@ -180,7 +200,7 @@ def greedy_candidates(begin: Callable[[], Pipeline], *, extra_warm_up: bool) -> 
     """Without and with each of the other two options. As long as an option has changed nothing, a run without it is the
     one with it."""
     options = (GreedyOptions(extra_warm_up, *each) for each in product((False, True), repeat=2))
-    neither, eager, hold, both = (Run(begin(), each) for each in options)
+    neither, eager, hold, both = (Run(begin(), partial(run_greedy, options=each)) for each in options)
 
     def with_hold() -> Run:
         return hold if both.pipeline.eager_mattered else both
@@ -204,7 +224,7 @@ def followed(run: Callable[[], Run]) -> Candidate[Pipeline]:
     return run().pipeline
 
 
-def _run_greedy(pipeline: Pipeline, options: GreedyOptions) -> Iterator[int]:
+def run_greedy(pipeline: Pipeline, options: GreedyOptions) -> Iterator[int]:
     """Runs a whole step; yields lower bounds of its `longest`."""
     warm_up(pipeline, extra_warm_up=options.extra_warm_up)
     for number in range(1, pipeline.microbatches):

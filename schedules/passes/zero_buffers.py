@@ -8,7 +8,7 @@ own, each with the same lifetimes.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -212,20 +212,21 @@ def first_fit(sizes: Array, apart: list[int]) -> Array:
     if apart == [(1 << len(apart)) - 1] * len(apart):
         offsets[order] = (np.cumsum(sizes[order]) - sizes[order]) * (sizes[order] > 0)
         return offsets
-    placed = dict[tuple[int, int], int]()  # pieces, as the bits of a number, by offset and size
-    places = list[tuple[int, int]]()  # by offset
+    places, placed = list[tuple[int, int]](), list[int]()  # by offset and size: pieces there, as the bits of a number
     for index in order.tolist():
-        size, lowest = int(sizes[index]), 0
-        for offset, other in places:
-            if apart[index] & placed[offset, other]:
+        size, lowest, others = int(sizes[index]), 0, apart[index]
+        for (offset, other), pieces in zip(places, placed, strict=True):
+            if others & pieces:
                 if offset - lowest >= size:
                     break
                 if offset + other > lowest:  # max() would take most of the time
                     lowest = offset + other
         offsets[index], place = lowest, (lowest, size)
-        if place not in placed:
-            insort(places, place)
-        placed[place] = placed.get(place, 0) | 1 << index
+        at = bisect_left(places, place)
+        if places[at : at + 1] != [place]:
+            places.insert(at, place)
+            placed.insert(at, 0)
+        placed[at] |= 1 << index
     return offsets
 
 

@@ -157,6 +157,10 @@ class Rates:
     tp_hidden: float = 0.0
     host_order: tuple[str, ...] = HOST_ORDER
 
+    def __hash__(self) -> int:
+        """Of what most rates differ in: many caches have them in their keys."""
+        return hash((self.source, self.memory, self.launch, self.issue))
+
     @property
     def flops(self) -> float:
         """FLOP/s of the largest products."""

@@ -112,27 +112,32 @@ def earliest_times(graph: Graph, levels: Levels, first: Array, second: Array) ->
 
 def _times_one_by_one(graph: Graph, order: Array, first: Array, second: Array) -> tuple[Array, Array]:
     by_target, bounds = grouped(graph.target, graph.events)
-    waits = np.zeros(len(by_target)) if graph.delay is None else graph.delay[by_target]
-    # Nearly all events have at most two predecessors; a missing one is an event beyond the last, which ends at 0.
-    sources, delays = np.append(graph.source[by_target], graph.events), np.append(waits, 0.0)
+    # Events are renumbered by their order, from 1. Nearly all have at most two predecessors; a missing one is number 0,
+    # which ends at 0.
+    number = np.zeros(graph.events, int)
+    number[order] = np.arange(1, len(order) + 1)
+    sources = np.append(number[graph.source[by_target]], 0)
+    delays = np.append(np.zeros(len(by_target)) if graph.delay is None else graph.delay[by_target], 0.0)
     below, above = bounds[order], bounds[order + 1]
     edges = np.stack([np.where(below + k < above, below + k, len(by_target)) for k in (0, 1)])
-    source, delay = sources.tolist(), delays.tolist()
-    starts, ends = list[float](), [0.0] * (graph.events + 1)
-    events = order.tolist(), first[order].tolist(), second[order].tolist()
-    rest = (below + 2).tolist(), above.tolist()
-    rows = zip(*events, *sources[edges].tolist(), *delays[edges].tolist(), *rest, strict=True)
-    for event, before, after, one, other, one_delay, other_delay, low, high in rows:
+    more: list[range | None] = [None] * len(order)
+    many = np.flatnonzero(above - below > 2)
+    for event, low, high in zip(many.tolist(), (below[many] + 2).tolist(), above[many].tolist(), strict=True):
+        more[event] = range(low, high)
+    starts, ends, source, delay = list[float](), [0.0], sources.tolist(), delays.tolist()
+    seconds = first[order].tolist(), second[order].tolist()
+    rows = zip(*seconds, *sources[edges].tolist(), *delays[edges].tolist(), more, strict=True)
+    for before, after, one, other, one_delay, other_delay, others in rows:
         start, ready = ends[one] + one_delay, ends[other] + other_delay
         if ready > start:
             start = ready
-        if low < high:
-            for k in range(low, high):
+        if others:
+            for k in others:
                 ready = ends[source[k]] + delay[k]
                 if ready > start:
                     start = ready
         starts.append(start)
-        ends[event] = start + before + after
-    found = np.zeros(graph.events)
-    found[order] = starts
-    return found, np.array(ends[:-1])
+        ends.append(start + before + after)
+    found = np.zeros((2, graph.events))
+    found[0, order], found[1, order] = starts, ends[1:]
+    return found[0], found[1]

@@ -208,6 +208,10 @@ class ModelSpec:
     attention_sinks: bool = False
     expert_biases: bool = False
 
+    def __hash__(self) -> int:
+        """Of what most models differ in: many caches have them in their keys."""
+        return hash((self.layers, self.hidden, self.heads, self.ffn, self.vocab))
+
     @property
     def dense_layers(self) -> int:
         """The number of layers at the start that have no experts."""

@@ -176,10 +176,11 @@ def test_a_mesh_is_planned_over_nccl_only_where_no_slots_fit() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("shards", [2, None])
-def test_no_plan_takes_less_than_its_bounds(seed: int, shards: int | None) -> None:
-    config, space = case(seed)
-    work, settings = Work(config), list(replace(space, shards=(shards,)).settings(config))
+@pytest.mark.parametrize(("shards", "held"), [(2, ""), (None, ""), (None, "recompute")])
+def test_no_plan_takes_less_than_its_bounds(seed: int, shards: int | None, held: str) -> None:
+    config, space = case(seed, held)
+    settings = list(replace(space, shards=(shards,)).settings(config))
+    work = Work(config, space.recompute if held else ("none",))
     settings = [each for each in settings if shards is None or each.mesh.dp * each.mesh.cp % shards == 0]
     for setting in random.Random(seed).sample(settings, min(60, len(settings))):
         try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pentad.schedules.catalogue import generate
 from pentad.schedules.generators import v_blocks, zb_auto
 from pentad.schedules.generators.best_of import Candidate, best_of
-from pentad.schedules.generators.zb_auto_greedy import GreedyOptions, Pipeline, Run, followed
+from pentad.schedules.generators.zb_auto_greedy import GreedyOptions, Pipeline, Run, followed, run_greedy
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
@@ -57,15 +57,26 @@ def test_the_best_is_the_one_that_completing_all_candidates_finds(name: str, dat
     found = generate(name, ranks, microbatches, options, costs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "best_of", all_completed)
-        patch.setattr(zb_auto, "greedy_candidates", each_alone)
+        patch.setattr(zb_auto, "greedy_candidates", each_greedy_one_alone)
+        patch.setattr(zb_auto, "list_candidates", each_list_schedule_alone)
         assert generate(name, ranks, microbatches, options, costs).hash == found.hash
 
 
-def each_alone(begin: Callable[[], Pipeline], *, extra_warm_up: bool) -> Iterator[Candidate[Pipeline]]:
+def each_greedy_one_alone(begin: Callable[[], Pipeline], *, extra_warm_up: bool) -> Iterator[Candidate[Pipeline]]:
     """The greedy candidates, none of which shares a run with another one."""
     for options in product((False, True), repeat=2):
-        run = Run(begin(), GreedyOptions(extra_warm_up, *options))
-        yield followed(partial(lambda run: run, run))
+        yield alone(Run(begin(), partial(run_greedy, options=GreedyOptions(extra_warm_up, *options))))
+
+
+def each_list_schedule_alone(begin: Callable[[], Pipeline], *, backward_first: bool) -> Iterator[Candidate[Pipeline]]:
+    """The list schedules, likewise."""
+    for eager in (False, True):
+        steps = partial(zb_auto.list_schedule, backward_first=backward_first, eager_weight=eager)
+        yield alone(Run(begin(), steps))
+
+
+def alone(run: Run) -> Candidate[Pipeline]:
+    return followed(lambda: run)
 
 
 def test_a_candidate_that_cannot_be_the_best_is_not_completed() -> None:
