@@ -32,7 +32,7 @@ from pentad.workers.preprocess.parts import BuildPart, cut
 from pentad.workers.preprocess.pool import Done, Task, build_parts
 from pentad.workers.preprocess.readers import Columns
 from pentad.workers.preprocess.remote_out import RemoteOut
-from pentad.workers.preprocess.source_files import SourceFile, find_files
+from pentad.workers.preprocess.source_files import TABLES, SourceFile, find_files
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ def build_corpus(request: BuildRequest, note: Callable[[str], None], progress: S
     """
     _check(request)
     files = find_files(request.sources)
+    if request.field and all(file.format not in TABLES for file in files):
+        found = f"--field is '{request.field}', but {files[0].uri} is read as text"
+        raise PentadError(f"{found}: expected a name that ends in {', '.join(TABLES)}")
     if "://" in str(request.out):
         return _build_remote(request, files, note, progress)
     _build_local(request, Path(request.out), files, note, progress)
