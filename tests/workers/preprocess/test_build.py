@@ -70,13 +70,6 @@ def test_shards_hold_complete_documents_up_to_their_limit(tmp_path: Path) -> Non
     assert texts(corpus) == rows
 
 
-def test_a_field_of_text_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"body": "hello"}\n')  # JSONL, but for its name
-    with pytest.raises(PentadError, match=r"^--field is 'body', but .*a.json is read as text: expected"):
-        build(tmp_path / "a.json", field="body")
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_text_field_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "hello"}\n')
     assert texts(build(tmp_path / "a.jsonl", field="body")) == ["hello"]
