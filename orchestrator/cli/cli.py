@@ -64,6 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
     except _ClickException as error:
         path = getattr(getattr(error, "ctx", None), "command_path", "pentad")
         sentence = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words
+        option = getattr(error, "option_name", "")
+        if "." in option:
+            sentence += f"; keys are set without dashes: {option.lstrip('-')}=VALUE"
         return _fail(f"{sentence} (see `{path} --help`)", 2)
     except typer.Abort:
         return _fail("interrupted", _INTERRUPTED)
