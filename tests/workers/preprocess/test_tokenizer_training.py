@@ -34,7 +34,7 @@ def test_an_interrupt_does_not_wait_for_the_training_of_a_tokenizer(
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     monkeypatch.setattr(module, "train_tokenizer", train)
-    for number in range(3000):
+    for number in range(1000):
         (tmp_path / f"{number}.txt").write_text("a")
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
