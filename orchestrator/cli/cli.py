@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from errno import ENAMETOOLONG
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,6 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command line and returns the exit status; a user's mistake is one sentence on stderr."""
     global _began
     _began = time.monotonic()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")  # a character that the terminal lacks ends no command
     try:
         result = app(arguments, prog_name="pentad", standalone_mode=False)
         sys.stdout.flush()
