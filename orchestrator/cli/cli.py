@@ -68,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     except _ClickException as error:
         path = getattr(getattr(error, "ctx", None), "command_path", "pentad")
         sentence = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words
+        if not sentence:  # of a command without its verb, whose help has been printed
+            return 2
         option = getattr(error, "option_name", "")
         if "." in option:
             sentence += f"; keys are set without dashes: {option.lstrip('-')}=VALUE"
