@@ -4,7 +4,6 @@ off."""
 import errno
 import io
 import math
-import os
 import re
 import time
 from functools import cache
@@ -392,16 +391,3 @@ def test_output_that_is_lost_ends_no_run_unless_nobody_wants_it() -> None:
         Failing.error = BrokenPipeError() if is_terminal else OSError(errno.ENOSPC, "No space left on device")
         with Display(Console(file=Failing(), force_terminal=is_terminal), "trial", 3) as shown:
             shown.note("a note")
-
-
-def test_a_closed_pipe_stops_a_run_that_has_begun() -> None:
-    """As Ctrl-C does, which `pentad train | tee log` gets with `tee`: with a checkpoint, though nobody reads on."""
-    stops: list[str] = []
-    reader, pipe = os.pipe()
-    with os.fdopen(pipe, "w") as file, Display(Console(file=file), "trial", 3) as shown:
-        shown.output.on_closed = lambda: stops.append("stop")
-        shown.note("is read")
-        os.close(reader)
-        for text in ("is not", "nor is this"):
-            shown.note(text)
-    assert stops == ["stop"]
