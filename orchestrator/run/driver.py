@@ -369,7 +369,7 @@ def _failures_recorded(bus: EventBus) -> Iterator[None]:
         raise WorkerError(named, error.rank, error.detail, fault=error.fault) from None
     except Superseded:
         raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         _record_failure(bus, error="the run was interrupted, without a checkpoint")
         raise
     except BaseException as error:

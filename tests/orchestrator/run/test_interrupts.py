@@ -141,8 +141,9 @@ def test_an_error_of_the_run_comes_before_the_callbacks(error: Exception | None)
     assert caught.value.__cause__ is error
 
 
-def test_the_journal_says_that_a_run_was_interrupted(start: Callable[..., FakeRun]) -> None:
+@pytest.mark.parametrize("cause", [KeyboardInterrupt(), SystemExit(1)])  # the latter from rich, for a closed pipe
+def test_the_journal_says_that_a_run_was_interrupted(start: Callable[..., FakeRun], cause: BaseException) -> None:
     run = start()
-    with pytest.raises(KeyboardInterrupt), driver._failures_recorded(run.bus):
-        raise KeyboardInterrupt
+    with pytest.raises(type(cause)), driver._failures_recorded(run.bus):
+        raise cause
     assert run.events("failure")[0]["error"] == "the run was interrupted, without a checkpoint"
