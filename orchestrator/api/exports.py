@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Checkpoint
-from pentad.workers.data.corpus_index import INDEX_FILE, parse_index
-from pentad.workers.data.sources import corpus_folder
+from pentad.workers.data.sources import tokenizer_file
 from pentad.workers.data.tokenizer import end_token, load_tokenizer
 from pentad.workers.hf.config import parse_section
 from pentad.workers.hf.exporter import Dtype, ExportRequest
@@ -29,9 +27,12 @@ def export_request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> ExportRe
         raise PentadError(f"CHECKPOINT is '{checkpoint.folder}', whose model is unknown: expected {home / CONFIG}")
     kept, special_tokens = read_files(home / FOLDER), dict[str, int]()
     data, has_tokenizer = config.get("data"), any(name.startswith("tokenizer") for name in kept)
-    if not has_tokenizer and isinstance(data, dict) and (file := _corpus_tokenizer(data, section)) is not None:
-        files, special_tokens = _tokenizer_files(file)
-        kept |= files
+    if not has_tokenizer and isinstance(data, dict):
+        path = data.get("path") or data["sources"][0]["path"]  # sources share a tokenizer
+        cache = str(data.get("cache", "~/.cache/pentad"))
+        if file := tokenizer_file(str(path), int(section["vocab"]), cache):
+            files, special_tokens = _tokenizer_files(file)
+            kept |= files
     positions = config.get("batch", {}).get("sequence_length", 0)
     return ExportRequest(*parse_section(section), positions, kept, special_tokens, dtype, limit)
 
@@ -43,13 +44,3 @@ def _tokenizer_files(file: Path) -> tuple[dict[str, bytes], dict[str, int]]:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.id_to_token(end)}
     files = {"tokenizer.json": file.read_bytes(), "tokenizer_config.json": json.dumps(settings).encode()}
     return files, {"eos_token_id": end}
-
-
-def _corpus_tokenizer(data: dict[str, Any], section: dict[str, Any]) -> Path | None:
-    """The tokenizer of the corpus that a run reads, if the corpus still exists."""
-    cache = str(data.get("cache", "~/.cache/pentad"))
-    path = data.get("path") or data["sources"][0]["path"]  # sources share a tokenizer
-    folder = Path(corpus_folder(str(path), int(section["vocab"]), cache))
-    if not (folder / INDEX_FILE).is_file():
-        return None
-    return folder / parse_index((folder / INDEX_FILE).read_text(encoding="utf-8"), folder / INDEX_FILE).tokenizer.file

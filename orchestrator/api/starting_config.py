@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,10 @@ def _heading(model: str, gpus: int, parameters: int, choice: Planned, device: De
     memory = f"{format_bytes(choice.bytes)} of the {format_bytes(device.bytes)} {device.where}"
     source = rates_for(choice.config.cluster, "cuda").source
     pace = f"{format_duration(choice.seconds)} a step, {format_count(choice.tokens_per_second)} tokens/s"
+    importing = f"pentad import-hf {shlex.quote(model)} runs/{choice.config.run.name}"
+    start = f"# It starts from random weights, unless `{importing}` has read the model's.\n"
     return (
         f"# {model}: {size}, written by `pentad init`; docs/configuration.md has all keys.\n"
         f"# Predicted from rates {source}: {pace}.\n"
-        f"# The fullest rank needs {memory}.\n\n"
+        f"# The fullest rank needs {memory}.\n{'' if model in MODEL_SIZES else start}\n"
     )

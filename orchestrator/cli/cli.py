@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from errno import ENAMETOOLONG
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,6 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command line and returns the exit status; a user's mistake is one sentence on stderr."""
     global _began
     _began = time.monotonic()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")  # a character that the terminal lacks ends no command
     try:
         result = app(arguments, prog_name="pentad", standalone_mode=False)
         sys.stdout.flush()
@@ -64,6 +68,11 @@ def main(arguments: list[str] | None = None) -> int:
     except _ClickException as error:
         path = getattr(getattr(error, "ctx", None), "command_path", "pentad")
         sentence = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words
+        if not sentence:  # of a command without its verb, whose help has been printed
+            return 2
+        option = getattr(error, "option_name", "")
+        if "." in option:
+            sentence += f"; keys are set without dashes: {option.lstrip('-')}=VALUE"
         return _fail(f"{sentence} (see `{path} --help`)", 2)
     except typer.Abort:
         return _fail("interrupted", _INTERRUPTED)

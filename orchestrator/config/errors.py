@@ -115,6 +115,8 @@ def unknown_key(key: str, config: type[BaseModel]) -> str:
     text = f"{key or repr(key)} is unknown"
     known = {path: list(section["properties"]) for path, section in sections_of(config).items()}
     top = known.pop("")
+    if "." not in key and (places := _places(key, top, known)):
+        return f"{text}; did you mean {' or '.join(places)}?"
     given = key.rpartition(".")[0]
     known |= {given: known[item]} if (item := _in_any_place(given)) in known else {}
     while given and given not in known:  # a key inside a value that is no section
@@ -131,6 +133,14 @@ def unknown_key(key: str, config: type[BaseModel]) -> str:
     if given:
         return f"{text}: expected one of {given}.{{{', '.join(known[given])}}}"
     return f"{text}: expected a key in one of the sections {', '.join(top)}"
+
+
+def _places(word: str, top: list[str], known: dict[str, list[str]]) -> list[str]:
+    """Where a word without a section may belong: the nearest section, or all sections with the nearest key; those of
+    lists only where no other has it."""
+    near = nearest(word, dict.fromkeys([*top, *(name for names in known.values() for name in names)]))
+    places = [near] if near in top else [f"{path}.{near}" for path, names in known.items() if near in names]
+    return [place for place in places if "[]" not in place] or places
 
 
 def example_key(section: str, config: type[BaseModel]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import IO, Any, cast
@@ -34,10 +35,12 @@ STATE_COLOURS = {  # of ranks and runs
 
 class RunStream:
     """A terminal that may close, or a file whose disk may be full: what is written to it then is lost, while the run
-    ends properly, or continues. Whoever closes a pipe wants no more of the run."""
+    ends properly, or continues. Whoever closes a pipe wants no more of the run, which `on_closed` then ends; without
+    one, BrokenPipeError is raised."""
 
     def __init__(self, stream: IO[str], *, is_terminal: bool) -> None:
         self.stream, self.is_terminal = stream, is_terminal
+        self.on_closed: Callable[[], None] | None = None
 
     def write(self, text: str) -> int:
         with self._lossy():
@@ -54,7 +57,15 @@ class RunStream:
             yield
         except OSError as error:
             if isinstance(error, BrokenPipeError) and not self.is_terminal:
-                raise
+                if self.on_closed is None:
+                    raise
+                self._lead_nowhere()
+                self.on_closed()
+
+    def _lead_nowhere(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.stream.fileno())
+        os.close(nowhere)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -68,7 +79,8 @@ class Display(AbstractContextManager["Display"]):
         self.console, self.name, self.steps = console, name, steps
         self.began = time.monotonic() if began is None else began
         self.is_live = console.is_terminal and not console.is_dumb_terminal
-        console.file = cast("IO[str]", RunStream(console.file, is_terminal=console.is_terminal))
+        self.output = RunStream(console.file, is_terminal=console.is_terminal)
+        console.file = cast("IO[str]", self.output)
         self.phases: list[Text] = []
         self.rows: deque[dict[str, Any]] = deque(maxlen=_STEPS)
         self.losses: list[float] = []

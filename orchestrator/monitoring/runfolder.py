@@ -44,7 +44,7 @@ from pentad.orchestrator.records.run_files import (
 from pentad.orchestrator.records.run_lock import RunLock
 from pentad.schedules.diagnosis.rank_rows import svg_rank_times
 from pentad.schedules.diagnosis.rank_times import RankTime, to_bytes
-from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.errors import PentadError, enumerated
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
@@ -68,6 +68,7 @@ EVALUATIONS, EVAL_PROGRAM, EVAL_TIMELINE = "eval.jsonl", "eval-program.arrow", "
 TIMELINE, RANK_TIMES, TRACE, PAGE = "timeline.arrow", "rank-times.arrow", "trace.json.gz", "timeline.html"
 RANK_TIMES_SVG, EXPERT_LOAD, ORDER = "rank-times.svg", "expert-load.json", "order.arrow"  # the order re-planned to
 TIMED_STEPS = 200  # whose times by rank are kept
+_MOST_NAMES = 10  # of runs, in an error
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
 METRIC_KEYS = (
     *("step", "time", "loss", "grad_norm", "lr", "tokens", "total_tokens", "step_seconds", "tokens_per_second"),
@@ -310,7 +311,7 @@ def resolve_run(name: str, folder: Path = Path("runs"), argument: str = "RUN") -
     known = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    there = f"the runs there are {', '.join(known)}" if known else "there are none"
+    there = f"the runs there are {enumerated(known, _MOST_NAMES)}" if known else "there are none"
     raise PentadError(f"{argument} is '{name}'{hint}: expected a run's folder or a name under {folder}/: {there}")
 
 

@@ -87,7 +87,7 @@ def drive(
                 group = stack.enter_context(parked.group)
             start = began.start if parked else _restore(config, group, bus, began, origin)
             group.skipped_batches = skipped_batches(folder, start)
-            interrupts.stop = requests.stop
+            interrupts.stop = display.output.on_closed = requests.stop
             done = _run_generations(config, group, bus, requests, start, parked)
             state = "finished" if done == config.run.steps else "stopped"
             bus.record("end" if state == "finished" else "stop", generation=group.generation, step=done)
@@ -369,7 +369,7 @@ def _failures_recorded(bus: EventBus) -> Iterator[None]:
         raise WorkerError(named, error.rank, error.detail, fault=error.fault) from None
     except Superseded:
         raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         _record_failure(bus, error="the run was interrupted, without a checkpoint")
         raise
     except BaseException as error:

@@ -5,6 +5,7 @@ A stage of training is a run that starts from the one before it, with other data
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,14 +16,17 @@ from pentad.orchestrator.config.errors import shown
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.orchestrator.monitoring.runfolder import Changes, changed_keys, find_checkpoint
-from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of, saved_config
+from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of, path_of, saved_config
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase, LoraSpec, lora_of
 from pentad.schedules.spec.optimizer import moment_offset_of
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import tensors
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, fingerprint
+from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.lora_base import open_base
+from pentad.workers.data.corpus_index import TOKENIZER_FILE
+from pentad.workers.data.sources import tokenizer_file
 from pentad.workers.hf.kept_files import FOLDER, read_files
 from pentad.workers.hf.names import MODEL_FILE
 
@@ -72,14 +76,65 @@ def origin_of(config: RunConfig) -> Origin:
     if (home / CONFIG).is_file():
         changes = changed_keys(saved_config(home), config)
     else:
-        model, now = before.model_dump(), config.model.model_dump()
-        changes = {f"model.{key}": (model[key], now[key]) for key in now if model[key] != now[key]}
+        changes = _model_changes(before, config.model)
     folder = checkpoint.folder.absolute()
     if config.lora_spec is not None:
         base = LoraBase(str(folder), fingerprint(folder))
         return Origin(Start(), changes, base, _adapter(config, config.lora_spec, home))
     updates = checkpoint.step + moment_offset_of(checkpoint.meta) if run.init_optimizer else 0
     return Origin(Start(folder, step, run.init_optimizer), changes, moment_offset=updates - step)
+
+
+def start_notes(config: RunConfig, origin: Origin | None) -> Iterator[str]:
+    """What a new run should not overlook: keys of its model that differ from those of the weights that it starts from,
+    and data that was not built with their tokenizer. Without an `origin` its own folder may hold an import."""
+    if origin is None:
+        home, named = path_of(config), f"the import in {path_of(config)}"
+        file = home / MODEL_FILE
+        before = ModelSection.model_validate(_section(file)) if file.is_file() else config.model
+        changes = _model_changes(before, config.model)
+    else:
+        taken = origin.start.folder if origin.base is None else location(origin.base.folder)
+        if taken is None:
+            return
+        home, named, changes = home_of(taken), f"run.init_from = {config.run.init_from}", origin.changes
+    for key, (old, new) in changes.items():
+        if key.startswith("model.") and key != "model.head_dim":  # which may be given, or follow from other sizes
+            yield from _differences(key, old, new, named)
+    if note := _other_tokenizer(config, home / FOLDER / TOKENIZER_FILE):
+        yield note
+
+
+def _differences(key: str, old: Any, new: Any, named: str) -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in new:
+            yield from _differences(f"{key}.{name}", old.get(name), new[name], named)
+    elif old != new:
+        yield f"{key} is {shown(new)}, where {named} has {shown(old)}"
+
+
+def _other_tokenizer(config: RunConfig, file: Path) -> str | None:
+    """What to say if tokens of the data have other ids, or none, in the tokenizer that came with the weights."""
+    from pentad.workers.data.tokenizer import load_tokenizer  # imports tokenizers
+
+    data = config.data.spec
+    source = data.sources[0]  # all have the same tokenizer
+    corpus = tokenizer_file(source.path, config.model.vocab, data.cache) if file.is_file() else None
+    if corpus is None:
+        return None
+    try:
+        ids, known = (load_tokenizer(each).get_vocab() for each in (corpus, file))
+    except PentadError:  # of a newer version of tokenizers, perhaps
+        return None
+    other = sum(known.get(token) != number for token, number in ids.items())
+    found = f"{source.key} is {source.path}: {other:,} of its {len(ids):,} tokens are not those of the tokenizer"
+    expected = f"expected a corpus built with --tokenizer {path_of(config) / FOLDER}"
+    return f"{found} that came with the weights: {expected}" if other else None
+
+
+def _model_changes(before: ModelSection, now: ModelSection) -> Changes:
+    old, new = before.model_dump(), now.model_dump()
+    return {f"model.{key}": (old[key], new[key]) for key in new if old[key] != new[key]}
 
 
 def _adapter(config: RunConfig, lora: LoraSpec, home: Path) -> Path | None:
@@ -114,10 +169,14 @@ def _model_of(checkpoint: Checkpoint, home: Path) -> ModelSection:
     section: Any = checkpoint.meta.get("model")
     for name in (CONFIG, MODEL_FILE):
         if section is None and (home / name).is_file():
-            section = load_yaml((home / name).read_text(encoding="utf-8"), str(home / name)).get("model")
+            section = _section(home / name)
     if section is None:
         raise PentadError(f"run.init_from is '{checkpoint.folder}', whose model is unknown: expected {home / CONFIG}")
     return ModelSection.model_validate(section)
+
+
+def _section(file: Path) -> Any:
+    return load_yaml(file.read_text(encoding="utf-8"), str(file)).get("model")
 
 
 def _require_same_tensors(now: ModelSection, before: ModelSection, name: str) -> None:

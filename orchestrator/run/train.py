@@ -27,7 +27,7 @@ from pentad.orchestrator.planning.numerics import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan, with_inputs_of
 from pentad.orchestrator.records.checkpoint_places import check_store, checkpoints_of, path_of
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.run.init_from import origin_of, with_base
+from pentad.orchestrator.run.init_from import origin_of, start_notes, with_base
 from pentad.orchestrator.run.interrupts import Interrupts, OnStep, StepCallback
 from pentad.orchestrator.run.measure import typical_pace
 from pentad.orchestrator.run.resumed_optimizer import with_decay_steps
@@ -131,6 +131,8 @@ def train(
         if note:
             display.note(note)
         origin = None if has_checkpoint(config) else origin_of(config)  # a mistake shows before Ray starts
+        for note in start_notes(config, origin) if saved is None else ():
+            display.note(note)
         offset = _moment_offset(config) if origin is None else origin.moment_offset
         plan = replace(plan, optimizer=replace(optimizer_spec(config), moment_offset=offset))
         plan = with_base(plan, _base(config) if origin is None else origin.base)

@@ -18,7 +18,7 @@ from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.eval_spec import EvalData
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.data.corpus import Corpus, open_corpus
-from pentad.workers.data.corpus_index import INDEX_FILE, VERSION, plural, require_vocab
+from pentad.workers.data.corpus_index import INDEX_FILE, VERSION, parse_index, plural, require_vocab
 from pentad.workers.data.holdout import CorpusPart, evaluation_part, training_part
 from pentad.workers.data.mixture import another_corpus, require_lasting
 from pentad.workers.data.packing import Packs, is_packed
@@ -143,6 +143,14 @@ def corpus_folder(data: str, vocab: int, cache: str) -> str | Path:
     if data.startswith("builtin:"):
         return builtin_corpus(data.removeprefix("builtin:"), vocab, Path(cache))
     return data if "://" in data else Path(data).expanduser()
+
+
+def tokenizer_file(data: str, vocab: int, cache: str) -> Path | None:
+    """The tokenizer.json of the corpus `data`; None unless that is in a folder of this machine."""
+    index = Path(corpus_folder(data, vocab, cache)) / INDEX_FILE
+    if not index.is_file():
+        return None
+    return index.with_name(parse_index(index.read_text(encoding="utf-8"), index).tokenizer.file)
 
 
 def check_data(data: DataSpec, vocab: int, length: int, sizes: BatchSizes, steps: int) -> None:

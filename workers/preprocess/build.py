@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.background import in_daemon
 from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.corpus_index import VERSION, plural, require_vocab
@@ -32,7 +35,9 @@ from pentad.workers.preprocess.parts import BuildPart, cut
 from pentad.workers.preprocess.pool import Done, Task, build_parts
 from pentad.workers.preprocess.readers import Columns
 from pentad.workers.preprocess.remote_out import RemoteOut
-from pentad.workers.preprocess.source_files import SourceFile, find_files
+from pentad.workers.preprocess.source_files import TABLES, SourceFile, find_files
+
+_LAST_SECONDS = 1.0  # that an interrupted training has to end
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,9 @@ def build_corpus(request: BuildRequest, note: Callable[[str], None], progress: S
     """
     _check(request)
     files = find_files(request.sources)
+    if request.field and all(file.format not in TABLES for file in files):
+        found = f"--field is '{request.field}', but {files[0].uri} is read as text"
+        raise PentadError(f"{found}: expected a name that ends in {', '.join(TABLES)}")
     if "://" in str(request.out):
         return _build_remote(request, files, note, progress)
     _build_local(request, Path(request.out), files, note, progress)
@@ -157,9 +165,24 @@ def _options(request: BuildRequest, path: Path) -> Options:
 
 def _train(request: BuildRequest, parts: Sequence[BuildPart], path: Path, report: Callable[[Done], None]) -> None:
     """Writes the file of a tokenizer trained on all of the text, unless an unfinished build has it already."""
-    if not path.exists():
-        trained = train_tokenizer(_texts(parts, text_columns(request.field), report), request.vocab)
-        write_file(path, [memoryview(tokenizer_text(trained).encode())])
+    if path.exists():
+        return
+    interrupted = threading.Event()
+
+    def reported(news: Done) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        report(news)
+
+    texts = _texts(parts, text_columns(request.field), reported)
+    training = in_daemon(lambda: train_tokenizer(texts, request.vocab))
+    try:
+        trained = training.result()  # Rust would see Ctrl-C in this thread only when it is done
+    except KeyboardInterrupt:
+        interrupted.set()
+        wait([training], _LAST_SECONDS)
+        raise
+    write_file(path, [memoryview(tokenizer_text(trained).encode())])
 
 
 def _texts(parts: Iterable[BuildPart], columns: Columns, report: Callable[[Done], None]) -> Iterator[str]:

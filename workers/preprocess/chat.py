@@ -24,6 +24,8 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
     "system": "system",
 }
+# Keys that hold what a message says.
+_SAID = {"content", "tool_calls", "function_call", "reasoning_content", "thinking"}
 
 
 class Conversation(NamedTuple):
@@ -73,15 +75,16 @@ def _messages(turns: Any, role: str | None, where: Callable[[], str]) -> list[Me
 
 
 def _message(turn: Any, number: int, where: Callable[[], str]) -> Message:
-    if isinstance(turn, dict) and isinstance(turn.get("role"), str):
+    given = {key for key in turn if turn[key] is not None} if isinstance(turn, dict) else set()
+    if given & _SAID and isinstance(turn.get("role"), str):
         # Arrow stores what a message lacks as null; templates ask whether it is there.
         return {key: _without_nulls(value) for key, value in turn.items() if value is not None or key == "content"}
-    if isinstance(turn, dict) and "from" in turn and isinstance(turn.get("value"), str):
+    if "from" in given and isinstance(turn.get("value"), str):
         if turn["from"] not in _ROLES:
             fault = f"from = {turn['from']!r} in message {number}"
             raise PentadError(f"{where()} has {fault}: expected one of {', '.join(_ROLES)}")
         return {"role": _ROLES[turn["from"]], "content": turn["value"]}
-    found = ", ".join(map(repr, turn)) if isinstance(turn, dict) else f"a {type(turn).__name__}"
+    found = ", ".join(repr(key) for key in turn if key in given) if given else f"a {type(turn).__name__}"
     raise PentadError(
         f"{where()} has {found} as message {number}: expected 'role' and 'content', or 'from' and 'value'"
     )

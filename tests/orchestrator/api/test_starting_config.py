@@ -90,6 +90,7 @@ def test_the_model_of_a_folder_is_that_of_its_config(pentad: Pentad) -> None:
     Path("My model (v2)", "config.json").write_text(json.dumps(make_config("qwen3", spec, positions=1024)))
     status, out, err = pentad("init", "--model", "My model (v2)", "--gpus", "2", "--memory", "80", "--data", "corpus")
     assert (status, err) == (0, "")
+    assert "unless `pentad import-hf 'My model (v2)' runs/My-model-v2-` has read the model's." in out
     Path("run.yaml").write_text(out)
     config = load(Path("run.yaml"))
     assert (config.run.name, config.model.family, config.model.spec) == ("My-model-v2-", "qwen3", spec)

@@ -94,6 +94,21 @@ def test_each_configuration_error_has_its_own_line(capsys, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("words", [[], ["data"], ["checkpoint"]])
+def test_a_command_without_a_verb_prints_its_help_alone(words, capsys):
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert "Usage: pentad" in printed.out + printed.err
+    assert "(see" not in printed.err
+
+
+@pytest.mark.parametrize("words", [["--optimizer.learning_rate=1"], ["--optimizer.learning_rate", "1"]])
+def test_a_key_with_dashes_is_shown_without(words, capsys):
+    assert main(["train", *words]) == 2
+    hint = "keys are set without dashes: optimizer.learning_rate=VALUE (see `pentad train --help`)"
+    assert capsys.readouterr().err == f"pentad: No such option: --optimizer.learning_rate; {hint}\n"
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "empty"])
 def test_a_damaged_corpus_is_reported(damage, refused, corpus, tmp_path):
     copied(corpus, tmp_path)

@@ -39,3 +39,13 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
         child.stdout.read(10)
         child.stdout.close()
         assert child.stderr.read() == b""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_stdout_cannot_encode_is_replaced(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_text("山 é " * 20, encoding="utf-8")
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": encoding}
+    for arguments in (("build", "a.txt", "corpus", "--vocab", "300"), ("inspect", "corpus")):
+        command = (*COMMAND, "data", *arguments)
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
+    assert "? é ".encode(encoding, "replace") in ended.stdout

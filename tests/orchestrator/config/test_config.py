@@ -315,7 +315,7 @@ def test_the_number_of_slices_divides_the_sequence_length() -> None:
             "optimiser.learning_rat is unknown; did you mean optimizer.learning_rate?",
         ),
         (text(optimiser="{beta1: 0, beta2: 0}"), "optimiser is unknown; did you mean optimizer?"),
-        (text(ghosts="{}"), "ghosts is unknown: expected a key in one of the sections"),
+        (text(bananas="{}"), "bananas is unknown: expected a key in one of the sections"),
         (text(optimizer=""), "optimizer is null: expected a mapping"),
         (text() + "5: 6\n", "5 is unknown: expected a key in one of the sections"),
         (text() + "'': 6\n", "'' is unknown: expected a key in one of the sections"),

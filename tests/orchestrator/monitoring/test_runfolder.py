@@ -257,5 +257,10 @@ def test_a_run_is_found_by_name_and_by_path(tmp_path: Path) -> None:
         PentadError, match=r"RUN is 'trail' \(did you mean trial\?\): expected a run's folder or a name under"
     ):
         resolve_run("trail", tmp_path)
+    for number in range(20):
+        (tmp_path / f"sweep-{number:02}").mkdir()
+        (tmp_path / f"sweep-{number:02}" / "config.yaml").touch()
+    with pytest.raises(PentadError, match=r"the runs there are sweep-00, .*, sweep-08 and 12 more$"):
+        resolve_run("nothing", tmp_path)
     with pytest.raises(PentadError, match="there are none"):
         resolve_run("trial", tmp_path / "nowhere")

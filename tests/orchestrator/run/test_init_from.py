@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from corpora import write_corpus
 from peft_files import write_adapter
 from rich.console import Console
 
@@ -13,12 +14,13 @@ from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.config import dump, load
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.run.init_from import origin_of
+from pentad.orchestrator.run.init_from import origin_of, start_notes
 from pentad.orchestrator.run.train import train
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.checkpoint.manifest import Shard
+from pentad.workers.data.tokenizer import train_tokenizer
 
 SMALL = ["mesh.pp=1", "model.layers=4", "schedule.name=gpipe", "schedule.microbatches=4", "batch.global_batch_size=8",
          "cluster.device=cpu", "elastic.max_failures=0", "data.path='fake:'"]  # fmt: skip
@@ -129,6 +131,44 @@ def test_rope_scaling_may_change_between_stages(tmp_path: Path) -> None:
     assert changes["model.rope_scaling"][0] is None
     assert changes["model.rope_scaling"][1]["factor"] == 4.0
     assert changes["model.rope_theta"] == (10000.0, 1000000.0)
+
+
+def notes(folder: Path, *overrides: str) -> list[str]:
+    config = config_of(folder, *overrides)
+    origin = origin_of(config) if config.run.init_from else None
+    return [*start_notes(config, origin)]
+
+
+def test_keys_of_the_model_that_differ_are_shown(tmp_path: Path) -> None:
+    saved(tmp_path, "first")
+    given = ("run.init_from=first", "model.norm_eps=0.1", "model.head_dim=16", "run.seed=1")
+    assert notes(tmp_path, *given) == ["model.norm_eps is 0.1, where run.init_from = first has 1e-05"]
+    (tmp_path / "second").mkdir()  # an import that a run of its name starts from
+    section = (tmp_path / "first" / "config.yaml").read_text().splitlines()[1]
+    (tmp_path / "second" / "model.yaml").write_text(section)
+    assert notes(tmp_path, "run.name=second") == []
+    (note,) = notes(tmp_path, "run.name=second", "model.rope_theta=2.0")
+    assert note == f"model.rope_theta is 2.0, where the import in {tmp_path / 'second'} has 10000.0"
+
+
+def test_data_of_another_tokenizer_than_that_of_the_weights_is_shown(tmp_path: Path) -> None:
+    saved(tmp_path, "first")
+    tokenizers = [train_tokenizer([text * 9], 300) for text in ("abcabd", "xyzxyw")]
+    for name, tokenizer in zip(("same", "other"), tokenizers, strict=True):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name, ["text"], tokenizer)
+    given = ("run.init_from=first", f"data.path={tmp_path / 'other'}")
+    assert notes(tmp_path, *given) == []  # weights without a tokenizer
+    (tmp_path / "first" / "hf").mkdir()
+    (tmp_path / "first" / "hf" / "tokenizer.json").write_text(tokenizers[0].to_str())
+    assert notes(tmp_path, "run.init_from=first", f"data.path={tmp_path / 'same'}") == []
+    (note,) = notes(tmp_path, *given)
+    kept = tmp_path / "quickstart" / "hf"
+    merges = tokenizers[1].get_vocab_size() - 257  # bytes and the end token are the same
+    assert note.startswith(f"data.path is {tmp_path / 'other'}: {merges} of its {257 + merges} tokens are not those")
+    assert note.endswith(f"came with the weights: expected a corpus built with --tokenizer {kept}")
+    (tmp_path / "first" / "hf" / "tokenizer.json").write_text("{}")  # of another version, perhaps
+    assert notes(tmp_path, *given) == []
 
 
 @pytest.mark.parametrize(

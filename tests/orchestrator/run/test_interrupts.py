@@ -64,6 +64,19 @@ def test_what_is_shown_on_a_closed_terminal_ends_no_run() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)  # as at SIGHUP
 
 
+def test_a_closed_pipe_stops_a_run_that_has_begun() -> None:
+    """As Ctrl-C does, which `pentad train | tee log` gets with `tee`: with a checkpoint, though nobody reads on."""
+    stops: list[str] = []
+    reader, pipe = os.pipe()
+    with os.fdopen(pipe, "w") as file, Display(Console(file=file), "trial", 3) as shown:
+        shown.output.on_closed = lambda: stops.append("stop")
+        shown.note("is read")
+        os.close(reader)
+        for text in ("is not", "nor is this"):
+            shown.note(text)
+    assert stops == ["stop"]
+
+
 def test_under_nohup_a_closed_terminal_changes_nothing() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -128,8 +141,9 @@ def test_an_error_of_the_run_comes_before_the_callbacks(error: Exception | None)
     assert caught.value.__cause__ is error
 
 
-def test_the_journal_says_that_a_run_was_interrupted(start: Callable[..., FakeRun]) -> None:
+@pytest.mark.parametrize("cause", [KeyboardInterrupt(), SystemExit(1)])  # the latter from rich, for a closed pipe
+def test_the_journal_says_that_a_run_was_interrupted(start: Callable[..., FakeRun], cause: BaseException) -> None:
     run = start()
-    with pytest.raises(KeyboardInterrupt), driver._failures_recorded(run.bus):
-        raise KeyboardInterrupt
+    with pytest.raises(type(cause)), driver._failures_recorded(run.bus):
+        raise cause
     assert run.events("failure")[0]["error"] == "the run was interrupted, without a checkpoint"

@@ -286,6 +286,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "division by zero": (ROW, "{{ 1 / 0 }}", r"line 1: .* cannot render .*\(division by zero\)"),
     "too many": (ROW, "{{ range(10**9) }}", r"line 1: .* cannot render .*\(Range too big"),
     "no role": ({"messages": [{"content": "a"}]}, CHATML, r"line 1 has 'content' as message 0: expected 'role' and"),
+    "no content": (
+        {"messages": [PAIR[0], {"role": "assistant", "text": "a"}]},
+        CHATML,
+        r"line 1 has 'role', 'text' as message 1: expected 'role' and 'content', or",
+    ),
+    "null content": (
+        {"messages": [PAIR[0], {"role": "assistant", "content": None}]},
+        CHATML,
+        r"line 1 has 'role' as message 1: expected 'role' and 'content', or",
+    ),
     "no list": ({"messages": "a"}, CHATML, r"line 1 has a conversation of type str: expected a list of"),
     "unknown speaker": (
         {"conversations": [{"from": "cat", "value": "miaow"}]},

@@ -181,3 +181,10 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").unlink()
     with pytest.raises(PentadError, match=r"a.txt cannot be read \(No such file or directory\): expected a readable"):
         list(read_text(file))
+
+
+def test_a_field_of_text_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"body": "hello"}\n')  # JSONL, but for its name
+    with pytest.raises(PentadError, match=r"^--field is 'body', but .*a.json is read as text: expected"):
+        build(tmp_path / "a.json", field="body")
+    assert not (tmp_path / "out").exists()
