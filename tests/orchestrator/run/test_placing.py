@@ -33,7 +33,7 @@ def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         notes = list[str]()
         given: Any = SimpleNamespace(note=notes.append)
         elsewhere = {"NodeID": "head", "Labels": {"row": "1"}}
-        nodes = [{"NodeID": f"n{number}", "Labels": its} for number, its in enumerate(labels)]
+        nodes: list[dict[str, Any]] = [{"NodeID": f"n{number}", "Labels": its} for number, its in enumerate(labels)]
         config = load(None, [f"run.folder={tmp_path}", "elastic.replicate_every=3", f"elastic.failure_domain={label}"])
         absent: Any = None
         room = placing.Room(absent, absent, make_plan(config, "cpu"), parked=given if parked else None)
