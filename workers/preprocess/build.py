@@ -37,12 +37,13 @@ from pentad.workers.preprocess.readers import Columns
 from pentad.workers.preprocess.remote_out import RemoteOut
 from pentad.workers.preprocess.source_files import TABLES, SourceFile, find_files
 
+VOCAB = 2**15
 _LAST_SECONDS = 1.0  # that an interrupted training has to end
 
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What to build. Without a `tokenizer`, one of `vocab` tokens is trained on all of the text first.
+    """What to build. Without a `tokenizer`, one of `vocab` tokens (None: VOCAB) is trained on all of the text first.
 
     `chat`: rows are conversations, rendered with the template in the file `template` or of the tokenizer. `field` names
     the column; None: text, or that of the conversations. `workers` are processes, None: as many as there are CPUs. An
@@ -52,7 +53,7 @@ class BuildRequest:
     sources: tuple[str, ...]
     out: Path | str
     tokenizer: Path | None = None
-    vocab: int = 2**15
+    vocab: int | None = None
     field: str | None = None
     chat: bool = False
     template: Path | None = None
@@ -116,7 +117,7 @@ def _build_local(
     parts, options = cut(files), _options(request, request.tokenizer) if request.tokenizer else None
     try:
         with build_folder(out) as partial:
-            trained = partial / f"{_sha256((files, request.field, request.vocab))}.json"
+            trained = partial / f"{_sha256((files, request.field, request.vocab or VOCAB))}.json"
             if options is None:
                 _train(request, parts, trained, _reporter("training the tokenizer", parts, progress))
                 options = _options(request, trained)
@@ -141,7 +142,10 @@ def _check(request: BuildRequest) -> None:
         raise PentadError(f"shard_tokens is {request.shard_tokens}: expected at least 1")
     if request.workers is not None and request.workers < 1:
         raise PentadError(f"--workers is {request.workers}: expected at least 1")
-    if not request.tokenizer:
+    if request.vocab is not None:
+        if request.tokenizer:
+            found = f"--vocab is {request.vocab} beside --tokenizer {request.tokenizer}"
+            raise PentadError(f"{found}: expected one of them")
         require_vocab(request.vocab, "--vocab")
     if request.chat and not request.tokenizer:
         raise PentadError(
@@ -175,7 +179,7 @@ def _train(request: BuildRequest, parts: Sequence[BuildPart], path: Path, report
         report(news)
 
     texts = _texts(parts, text_columns(request.field), reported)
-    training = in_daemon(lambda: train_tokenizer(texts, request.vocab))
+    training = in_daemon(lambda: train_tokenizer(texts, request.vocab or VOCAB))
     try:
         trained = training.result()  # Rust would see Ctrl-C in this thread only when it is done
     except KeyboardInterrupt:

@@ -27,7 +27,7 @@ def build(
         list[str], Argument(metavar="SOURCE", help="Files, folders, patterns or URIs; see docs/data-build.md.")
     ],
     out: Annotated[str, Argument(metavar="OUT", help="A new or empty folder or URI, or one of an unfinished build.")],
-    vocab: Annotated[int, Option(help="Size of the tokenizer to train.")] = 2**15,
+    vocab: Annotated[int | None, Option(help="Size of the tokenizer to train (default: 32,768).")] = None,
     tokenizer: Annotated[Path | None, Option(help="A tokenizer.json, or a folder with one, instead.")] = None,
     field: Annotated[str | None, Option(help="The column of the text (default: text) or the conversations.")] = None,
     chat: Annotated[bool, Option("--chat", help="Rows are conversations; train on what the assistant says.")] = False,

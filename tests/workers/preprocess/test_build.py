@@ -78,7 +78,7 @@ def test_the_text_field_can_be_chosen(tmp_path: Path) -> None:
 def test_a_given_tokenizer_is_used_and_stored(tmp_path: Path) -> None:
     trained = train_tokenizer(["the cat sat on the mat"] * 9, 270)
     trained.save(str(tmp_path / "tokenizer.json"))
-    corpus = build(write_source(tmp_path, ".txt", ["the cat sat"]), tokenizer=tmp_path, vocab=9999)
+    corpus = build(write_source(tmp_path, ".txt", ["the cat sat"]), tokenizer=tmp_path)
     assert corpus.read(0, corpus.tokens).tolist() == [*trained.encode("the cat sat").ids, 0]
     assert load_tokenizer(corpus.path).get_vocab() == trained.get_vocab()
 
@@ -381,6 +381,7 @@ def test_a_finished_corpus_is_not_built_again(tmp_path: Path) -> None:
         ({"vocab": 2**64}, "--vocab is 18446744073709551616: expected at most"),
         ({"shard_tokens": 0}, "shard_tokens is 0: expected at least 1"),
         ({"workers": 0}, "--workers is 0: expected at least 1"),
+        ({"vocab": 300, "tokenizer": Path("t.json")}, "--vocab is 300 beside --tokenizer t.json: expected one of them"),
         ({"tokenizer": Path("gone.json")}, "--tokenizer is 'gone.json', which does not exist"),
         ({"chat": True}, "--chat is given without --tokenizer: expected the folder"),
         ({"template": Path("a.jinja")}, "--chat-template is 'a.jinja' without --chat: expected both or neither"),
