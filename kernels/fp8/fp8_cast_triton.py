@@ -4,8 +4,8 @@ What is transposed is computed as `quads`, four matrices that have every fourth 
 that lie beside each other in the transpose, and threads exchange those at once instead of byte by byte.
 
 A program casts a block of a matrix in every form that is asked for. But where tiles of the matrix have scales of their
-own, both forms need a whole tile of 128 x 128: those in bfloat16 are cast in Gluon (fp8_tiles_gluon.py), others twice,
-by rows and by columns.
+own, both forms need a whole tile of 128 x 128: those in bfloat16 are cast in Gluon (fp8_blockwise_gluon.py), others
+twice, by rows and by columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.fp8 import fp8_tensor, fp8_tiles_gluon
+from pentad.kernels.fp8 import fp8_blockwise_gluon, fp8_tensor
 from pentad.kernels.fp8.fp8_scaling_triton import Scaling, saturate, scale_of
 from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, Role
 
@@ -266,9 +266,9 @@ def fp8_cast(
         _cast_square[t // fp8_tensor.TILE * (k // fp8_tensor.TILE),](
             x, *out.operands, t, k, ROWS=rows, COLUMNS=columns, SCALING=out.scaling, num_warps=SQUARE_WARPS
         )
-    elif amax is None and rows and columns and fp8_tiles_gluon.serves(x):
+    elif amax is None and rows and columns and fp8_blockwise_gluon.serves(x):
         assert maxima is None
-        fp8_tiles_gluon.cast(x, out.operands, out.scaling)
+        fp8_blockwise_gluon.cast(x, out.operands, out.scaling)
     else:
         for parts in out.parts():
             _cast[programs(t, k, parts)](

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.fp8 import fp8_tensor, fp8_tiles_gluon
+from pentad.kernels.fp8 import fp8_blockwise_gluon, fp8_tensor
 from pentad.kernels.fp8.fp8_cast_triton import (
     ROW_PARTS,
     Out,
@@ -146,9 +146,9 @@ def fp8_glu_backward(
     y = Out((tokens, width), recipe, "activation", twice(of_y), dy, False, True)
     assert y.columns is not None
     operands = (*out.operands, y.operands[1])
-    if amax is None and fp8_tiles_gluon.serves(dy):
+    if amax is None and fp8_blockwise_gluon.serves(dy):
         assert maxima is None
-        fp8_tiles_gluon.glu_backward(dy, gate_up, operands, act, out.scaling, y.scaling)
+        fp8_blockwise_gluon.glu_backward(dy, gate_up, operands, act, out.scaling, y.scaling)
         return out.forms, y.columns
     for parts in out.parts(GIVEN_PARTS, ROWS_BACK, COLUMNS_BACK):
         _backward[programs(tokens, width, parts)](

@@ -16,10 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from pentad.kernels.fp8 import fp8_blockwise_gluon as blockwise
 from pentad.kernels.fp8 import fp8_cast_triton as cast
 from pentad.kernels.fp8 import fp8_glu_triton as glu
 from pentad.kernels.fp8 import fp8_norm_triton as norm
-from pentad.kernels.fp8 import fp8_tiles_gluon as tiles
 from pentad.kernels.fp8.fp8_scaling_triton import Scaling
 from pentad.kernels.rms_norm_triton import PER_THREAD, shape_of
 
@@ -95,11 +95,11 @@ def cases(given: bool) -> Iterator[Case]:
         name = f"glu backward {recipe} {parts.rows:d}{parts.columns:d}"
         yield Case(name, glu._backward, types, constants | {"maxima": None, "PARTS": parts}, parts.warps)
     if not given:
-        count, warps = tiles.GLU
-        yield Case("glu backward tiles", tiles._glu_backward, types, constants | {"COUNT": count}, warps)
-        count, warps = tiles.CAST
+        count, warps = blockwise.GLU
+        yield Case("glu backward tiles", blockwise._glu_backward, types, constants | {"COUNT": count}, warps)
+        count, warps = blockwise.CAST
         types = {"x": BF16, "rows": form, "columns": form, "T": I32, "K": I32}
-        yield Case("cast tiles", tiles._cast, types, {"COUNT": count, "SCALING": scaling}, warps)
+        yield Case("cast tiles", blockwise._cast, types, {"COUNT": count, "SCALING": scaling}, warps)
     at_once, block, warps = shape_of(HIDDEN, PER_THREAD)
     types = {"out": form, "maxima": F32, "rstd": F32, "T": I32, "eps": "fp32"}
     types |= {"x": BF16, "residual": BF16, "weight": BF16, "summed": BF16}
