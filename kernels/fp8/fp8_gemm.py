@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from pentad.kernels.backend import accumulation_dtype
+from pentad.kernels.cublaslt import Scaled, add_product_
 from pentad.kernels.fp8.fp8_tensor import TILE, Fp8Tensor
 
 SCALE_ROWS = 4  # of scales of 128 x 128 tiles that cuBLAS reads
@@ -27,9 +28,11 @@ def accumulate_fp8_gradient_(main: Tensor, dy: Fp8Tensor, x: Fp8Tensor, *, overw
 
     main is float32, or float64 in exactness tests: no sum is rounded to 16 bits.
     """
-    if overwrite and dy.values.is_cuda and main.dtype == torch.float32:
-        _multiply(dy, x, main)
-        return
+    if dy.values.is_cuda and main.dtype == torch.float32:
+        if overwrite:
+            return _multiply(dy, x, main)
+        if _add(main, dy, x):
+            return
     product = fp8_gemm(dy, x, main.dtype)
     main.copy_(product) if overwrite else main.add_(product)
 
@@ -54,6 +57,11 @@ def _multiply(a: Fp8Tensor, b: Fp8Tensor, out: Tensor) -> None:
     (left, left_kind), (right, right_kind) = _for_cublas(a, b), _for_cublas(b, a)
     kinds = [left_kind.value], [right_kind.value]
     torch._scaled_mm_v2(a.values, b.values.t(), [left], kinds[0], [], [right], kinds[1], [], None, out.dtype, out=out)
+
+
+def _add(main: Tensor, dy: Fp8Tensor, x: Fp8Tensor) -> bool:
+    """Adds the product to main; or returns False: cuBLAS does not do both at once for these."""
+    return add_product_(main, Scaled(dy.values, *_for_cublas(dy, x)), Scaled(x.values, *_for_cublas(x, dy)))
 
 
 def _for_cublas(a: Fp8Tensor, other: Fp8Tensor) -> tuple[Tensor, ScalingType]:

@@ -8,6 +8,7 @@ from closeness import relative_error
 from fp8_recipes import RECIPES, Casting, amax_for, assert_nearly_equal
 
 from pentad.kernels.fp8 import fp8_cast as fp8_cast_module
+from pentad.kernels.fp8 import fp8_gemm as fp8_gemm_module
 from pentad.kernels.fp8 import fp8_glu as fp8_glu_module
 from pentad.kernels.fp8 import fp8_norm
 from pentad.kernels.fp8.fp8_cast import forms_of, fp8_cast, fp8_transpose
@@ -182,6 +183,33 @@ def test_cublas_multiplies_as_the_reference_does(scaling: Scaling, t: int, n: in
     ]
     for found, a, b, bound in pairs:
         assert relative_error(found, a.dequantize(wide) @ b.dequantize(wide).t()) < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [Recipe("tensor"), Recipe("tensor", "e5m2"), Recipe("row"), Recipe("block")])
+def test_cublas_adds_to_the_main_gradient_in_the_product(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of a product and a sum."""
+    x, dy = torch.randn(4096, 2048, device="cuda"), torch.randn(4096, 3072, device="cuda")
+    (_, x_columns), (_, dy_columns) = forms_of(x, recipe, "activation"), forms_of(dy, recipe, "gradient")
+    assert x_columns and dy_columns
+    main = torch.randn(3072, 2048, device="cuda")
+    expected = main + fp8_gemm(dy_columns, x_columns, torch.float32)
+    monkeypatch.delattr(fp8_gemm_module, "fp8_gemm")  # no product of its own
+    accumulate_fp8_gradient_(main, dy_columns, x_columns)
+    assert torch.equal(main, expected)
+
+
+@pytest.mark.gpu
+def test_where_cublas_cannot_add_a_product_is_made_first() -> None:
+    """An address that is no multiple of 16 bytes."""
+    recipe = Recipe("tensor")
+    x, dy = torch.randn(256, 384, device="cuda"), torch.randn(256, 128, device="cuda")
+    (_, x_columns), (_, dy_columns) = forms_of(x, recipe, "activation"), forms_of(dy, recipe, "gradient")
+    assert x_columns and dy_columns
+    main = torch.ones(128 * 384 + 1, device="cuda")[1:].view(128, 384)
+    expected = 1 + fp8_gemm(dy_columns, x_columns, torch.float32)
+    accumulate_fp8_gradient_(main, dy_columns, x_columns)
+    assert torch.equal(main, expected)
 
 
 @pytest.mark.gpu
