@@ -118,7 +118,7 @@ class PlannedRun:
             "ZeRO": str(plan.zero),
             "recomputation": config_text(plan.recomputation),
             "a step": f"{format_duration(self.step_seconds)}, simulated from rates {self.rates}",
-            "fullest rank": f"{fit.rank}, {format_bytes(fit.needed)} of {format_bytes(fit.device.bytes)}",
+            "fullest rank": f"{fit.rank} ({plan.mesh.coordinates(fit.rank)}), {format_bytes(fit.needed)} of {format_bytes(fit.device.bytes)}",
         }
         title = f"{plan.name}: memory over a step"
         return memory_page(memory_curves(plan, self.timeline), title=title, facts=facts, available=fit.device.bytes)
