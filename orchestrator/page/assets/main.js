@@ -1,7 +1,7 @@
 // ---- asks the driver for the state of the run, and shows it ----
 
 import { showCurves } from "./charts.js";
-import { byId, make, number, say } from "./dom.js";
+import { byId, bytes, make, number, percent, say, seconds } from "./dom.js";
 import { showExperts } from "./experts.js";
 import { onChoose, onMeshKey, OVER, showMesh, STATES } from "./mesh.js";
 import { showPanel } from "./panel.js";
@@ -12,6 +12,7 @@ let state = null;
 let shownSteps = "";
 let timesAt = 0;
 let expertsAt = 0;
+let heardAt = null;
 
 async function ask() {
   try {
@@ -19,20 +20,33 @@ async function ask() {
     if (answer.status === 401) return location.reload();
     if (!answer.ok) throw new Error(await answer.text());
     show(await answer.json());
+    heardAt = new Date();
     if (state.has_experts && Date.now() - expertsAt > EXPERTS) {
       expertsAt = Date.now();
       showExperts(await (await fetch("experts.json")).json());
     }
     say(byId("connection"), OVER.includes(state.state) ? "" : "live");
   } catch {
-    const ended = state && OVER.includes(state.state);
-    say(byId("connection"), ended ? "" : "the run's driver does not answer; what you see is the last it said");
+    if (!OVER.includes(state?.state)) loseDriver();
   }
   if (!OVER.includes(state?.state)) setTimeout(ask, document.hidden ? 5 * POLL : POLL);
 }
 
+/** Whether the run continues is not known: nothing may look as if it did. */
+function loseDriver() {
+  if (!state) return say(byId("connection"), "the run's driver does not answer");
+  const since = `the run's driver has not answered since ${timeOf(heardAt)}: this is the last it said.`;
+  say(byId("connection"), `${since} Once the run has ended, \`pentad page ${state.run}\` shows it`);
+  say(byId("state"), `was ${state.state}`);
+  byId("state").dataset.state = "unknown";
+  document.title = `${state.run}: no answer, step ${state.step}`;
+  document.body.classList.add("stale");
+}
+
 export function show(found) {
   state = found;
+  document.body.classList.remove("stale");
+  document.body.classList.toggle("over", OVER.includes(state.state));
   document.title = `${state.run}: ${state.state}, step ${state.step}`;
   say(byId("run"), state.run);
   say(byId("state"), state.state);
@@ -60,8 +74,10 @@ function showProgress() {
 function showFacts() {
   const facts = {
     step: `${state.step} of ${state.steps}`,
+    ...(state.seconds_left ? { left: seconds(state.seconds_left) } : {}),
     loss: number(state.loss),
     "tokens/s": number(state.tokens_per_second, 3),
+    ...lastStep(state.newest ?? {}),
     generation: String(state.generation),
     schedule: state.schedule,
     program: state.program.slice(0, 12),
@@ -79,6 +95,17 @@ function showFacts() {
     list.push(pair);
   }
   byId("facts").replaceChildren(...list);
+}
+
+/** How fast the newest step was, beside what its bubble should be. */
+function lastStep({ step_seconds, mfu, bubble_measured, bubble_planned }) {
+  const known = (value) => typeof value === "number";
+  const facts = {};
+  if (known(step_seconds)) facts["a step"] = seconds(step_seconds);
+  if (known(mfu)) facts.MFU = percent(mfu);
+  const planned = known(bubble_planned) ? `, planned ${percent(bubble_planned)}` : "";
+  if (known(bubble_measured)) facts.bubble = `${percent(bubble_measured)}${planned}`;
+  return facts;
 }
 
 /** The kept steps stay as they are while somebody looks at them; the button shows newer ones. */
@@ -108,22 +135,37 @@ function showEvents() {
   const key = `${state.events.length} ${state.events.at(-1)?.time}`;
   if (list.dataset.key === key) return;
   list.dataset.key = key;
-  const items = state.events.map((entry) => {
+  let day = dayOf(new Date());
+  const items = [...state.events].reverse().flatMap((entry) => {
+    const at = new Date(1000 * entry.time);
     const item = make("li", "", PLAIN[entry.event] ? "bad" : "");
-    const when = make("time", new Date(1000 * entry.time).toLocaleTimeString("en-GB"));
-    item.append(when, make("b", entry.event), make("span", sentenceOf(entry)));
-    return item;
+    item.append(make("time", timeOf(at)), make("b", entry.event), make("span", sentenceOf(entry)));
+    const isSameDay = dayOf(at) === day;
+    day = dayOf(at);
+    return isSameDay ? [item] : [make("li", day, "day"), item];
   });
-  list.replaceChildren(...items.reverse());
+  list.replaceChildren(...items);
 }
+
+const timeOf = (at) => at.toLocaleTimeString("en-GB");
+const dayOf = (at) => at.toLocaleDateString("en-GB", { weekday: "long", day: "numeric", month: "long" });
 
 /** The facts of an event in words: its own sentence, or its plain values. */
 function sentenceOf({ time, event, ...facts }) {
-  if (facts.sentence ?? facts.error) return facts.sentence ?? facts.error;
-  const plain = Object.entries(facts).filter(([, value]) => ["number", "string"].includes(typeof value) && value !== "");
-  const words = plain.map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? number(value) : value}`);
-  return words.join(", ");
+  const sentence = facts.sentence ?? facts.error ?? (event === "lost" ? facts.cause : null);
+  return sentence ?? Object.entries(facts).map(([name, value]) => factOf(name, value)).filter(Boolean).join(", ");
 }
+
+function factOf(name, value) {
+  if (name === "seconds") return `took ${seconds(typeof value === "object" ? sum(value) : value)}`; // or of each phase
+  if (name === "program") return `program ${value.slice(0, 12)}`;
+  if (typeof value === "string") return value && `${name.replaceAll("_", " ")} ${value}`;
+  if (typeof value !== "number") return "";
+  if (name.endsWith("_seconds")) return `${name.slice(0, -8).replaceAll("_", " ")} ${seconds(value)}`;
+  return name === "bytes" ? bytes(value) : `${name.replaceAll("_", " ")} ${number(value)}`;
+}
+
+const sum = (parts) => Object.values(parts).reduce((total, part) => total + part, 0);
 
 function start() {
   byId("states").append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -186,7 +187,29 @@ def test_it_says_so_when_the_driver_is_gone(tab: Browser, tmp_path: Path) -> Non
     with page_run(tmp_path) as gone:
         opened(tab, gone)
         tab.until("document.getElementById('connection').textContent === 'live'")
-    tab.until("document.getElementById('connection').textContent.startsWith('the run\\'s driver does not answer')")
+    tab.until("document.getElementById('state').textContent === 'was starting'")
+    assert "has not answered since" in tab.value("document.getElementById('connection').textContent")
+
+
+def test_an_open_page_learns_how_the_run_has_ended(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path) as ending:
+        opened(tab, ending)
+        tab.until("document.getElementById('connection').textContent === 'live'")
+        ending.bus.set_state("finished")
+    tab.until("document.getElementById('state').textContent === 'finished'")
+    assert tab.value("document.getElementById('connection').textContent") == ""
+
+
+def test_events_are_in_words_below_their_days(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path) as old:
+        phases = {"detect": 0.5, "fence": 0.041, "load": 1.8}
+        now = time.time()
+        old.data.on_event({"time": now - 86_400, "event": "lost", "rank": 1, "fault": "killed", "cause": "it died"})
+        old.data.on_event({"time": now, "event": "recovered", "seconds": phases, "mesh": "dp2", "spares": []})
+        opened(tab, old)
+        events = "[...document.querySelectorAll('#events li')].map((line) => line.lastChild.textContent)"
+        recovered, day, lost = tab.until(f"{events}.length === 3 && {events}")
+    assert (recovered, lost) == ("took 2.3 s, mesh dp2", "it died") and str(time.localtime(now - 86_400).tm_mday) in day
 
 
 def test_a_run_that_has_ended_is_shown_from_its_files(tab: Browser, tmp_path: Path) -> None:
