@@ -74,7 +74,7 @@ function showProgress() {
 function showFacts() {
   const facts = {
     step: `${state.step} of ${state.steps}`,
-    ...(state.seconds_left ? { left: seconds(state.seconds_left) } : {}),
+    ...(state.seconds_left ? { "time left": seconds(state.seconds_left) } : {}),
     loss: number(state.loss),
     "tokens/s": number(state.tokens_per_second, 3),
     ...lastStep(state.newest ?? {}),

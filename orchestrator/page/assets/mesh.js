@@ -64,8 +64,8 @@ export function showMesh(state) {
 function build() {
   const { pp, dp, tp, cp, ep } = current.axes;
   const mesh = byId("mesh");
-  const wide = pp * tp;
-  mesh.className = wide > 32 || current.ranks.length > 512 ? "tiny" : wide > 8 ? "small" : "";
+  const [wide, high] = [pp * tp, dp * ep * cp];
+  mesh.className = wide > 32 || high > 16 ? "tiny" : wide > 8 || high > 8 ? "small" : "";
   mesh.style.gridTemplateColumns = `auto repeat(${pp}, max-content)`;
   mesh.replaceChildren(make("span"));
   tiles = [];

@@ -131,6 +131,20 @@ def test_curves_are_read_by_keys(tab: Browser, run: PageRun) -> None:
     assert loads.split() == ["layer", "1", "0", "to", "3", "layer", "2", "1", "to", "1"]
 
 
+def test_a_spike_leaves_the_figure_and_the_other_values_fill_it(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path) as spiked:
+        for step in range(60):
+            row = {"step": step, "loss": 2.0, "grad_norm": 90.0 if step == 39 else 1 + step % 2 / 2}
+            spiked.data.on_steps([row], [])
+        opened(tab, spiked)
+        about = tab.until("document.querySelector('#chart-grad_norm .soft')?.textContent")
+        assert about == "before clipping, up to 90 in step 39"
+        labels = "[...document.querySelectorAll('#chart-grad_norm text')].map((text) => Number(text.textContent))"
+        assert max(found for found in tab.value(labels) if found) < 3
+        inside = "document.querySelector('#chart-grad_norm .line').getBBox().y"
+        assert tab.value(inside) >= 10
+
+
 def test_names_of_the_run_stay_text(tab: Browser, run: PageRun) -> None:
     run.bus.update(verdict=HOSTILE)
     opened(tab, run)
@@ -165,6 +179,14 @@ def test_groups_of_four_axes_are_chosen_on_a_phone(tab: Browser, tmp_path: Path)
         tab.value("document.querySelector('#panel .groups button[data-rank=\"14\"]').click()")
         assert tab.value("document.activeElement.dataset.rank") == "14"
         assert "Rank 14, pp1 dp1 tp0 cp1" in tab.value("document.getElementById('panel').innerText")
+
+
+def test_many_replicas_leave_the_curves_in_sight(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path, "mesh.dp=64", "batch.global_batch_size=512") as wide:
+        tab.look(1300)
+        tab.open(f"{wide.served.url}?token={TOKEN}")
+        tab.until("document.querySelectorAll('.tile').length === 128")
+        assert tab.value("document.getElementById('ranks').getBoundingClientRect().height / innerHeight") < 0.95
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -114,7 +114,8 @@ function lines() {
   const width = byId("lines").clientWidth;
   const down = innerWidth < NARROW;
   const [start, end] = down ? [18, width - 18] : [34, 340];
-  const left = axes[0].values ? 20 + 6.6 * Math.max(...axes[0].values.map((value) => textOf(value).length)) : 20;
+  const first = axes[0].values?.map((value) => 20 + 6.6 * textOf(value).length) ?? [];
+  const left = Math.max(20, 4 + 3.8 * axes[0].name.length, ...first); // its name is in bold, across the axis
   const gap = down ? 66 : Math.min(210, (width - left - 80) / Math.max(1, axes.length - 1));
   const at = (number) => (down ? 40 + number * gap : left + number * gap);
   const height = down ? at(axes.length - 1) + 34 : 352;
@@ -158,7 +159,7 @@ function axisOf(svg, axis, number, { down, along, at, start, end, point, width }
   const text = (content, x, y, name, anchor) => svg.append(shape("text", { x, y, class: name, "text-anchor": anchor }, content));
   const last = number === axes.length - 1;
   if (down) text(axis.name, start - 8, at(number) - 22, "name", "start");
-  else text(axis.name, at(number), 16, "name", last ? "start" : number ? "middle" : "end");
+  else text(axis.name, at(number), 16, "name", last ? "start" : "middle");
   const value = (content, part) => {
     const [x, y] = point(number, part);
     if (down) text(content, Math.max(start, Math.min(x, width - 16)), last ? y + 16 : y - 7, "value", part > 0.9 ? "end" : part < 0.06 ? "start" : "middle");
