@@ -13,6 +13,7 @@ let shownSteps = "";
 let timesAt = 0;
 let expertsAt = 0;
 let heardAt = null;
+let isDrawing = false; // the newest steps, which takes seconds beside ranks that have the cores
 
 async function ask() {
   try {
@@ -35,6 +36,7 @@ async function ask() {
 /** Whether the run continues is not known: nothing may look as if it did. */
 function loseDriver() {
   if (!state) return say(byId("connection"), "the run's driver does not answer");
+  if (OVER.includes(state.state)) return say(byId("connection"), `its driver is gone: \`pentad page ${state.run}\` shows the rest`);
   const since = `the run's driver has not answered since ${timeOf(heardAt)}: this is the last it said.`;
   say(byId("connection"), `${since} Once the run has ended, \`pentad page ${state.run}\` shows it`);
   say(byId("state"), `was ${state.state}`);
@@ -54,7 +56,7 @@ export function show(found) {
   showProgress();
   showFacts();
   say(byId("verdict"), state.verdict);
-  byId("verdict").hidden = !state.verdict;
+  byId("verdict").hidden = !state.verdict || state.state === "finished"; // of now, while there are ranks
   say(byId("mesh-name"), `${state.mesh}, ${state.ranks.length} in all`);
   showMesh(state);
   showPanel(state);
@@ -88,7 +90,7 @@ function showFacts() {
     pair.append(make("dt", name), make("dd", value));
     return pair;
   });
-  if (/^https?:/.test(state.dashboard)) {
+  if (/^https?:/.test(state.dashboard) && !OVER.includes(state.state)) {
     const [pair, link] = [make("div"), Object.assign(make("a", "dashboard"), { href: state.dashboard, rel: "noreferrer" })];
     pair.append(make("dt", "Ray"), make("dd"));
     pair.lastElementChild.append(link);
@@ -114,12 +116,13 @@ function showSteps() {
   if (!state.kept.length) return;
   const steps = [...new Set([state.kept[0], state.kept.at(-1)])].join(" to ");
   if (!shownSteps) loadTimeline(steps);
-  button.disabled = steps === shownSteps;
-  say(button, button.disabled ? `Steps ${steps}` : `Show steps ${steps}`);
+  button.disabled = isDrawing || steps === shownSteps;
+  say(button, isDrawing ? `Drawing steps ${shownSteps} ...` : button.disabled ? `Steps ${steps}` : `Show steps ${steps}`);
 }
 
 function loadTimeline(steps) {
   shownSteps = steps;
+  isDrawing = true;
   byId("timeline").hidden = false;
   byId("timeline").src = "timeline.html";
 }
@@ -167,6 +170,11 @@ function factOf(name, value) {
 
 const sum = (parts) => Object.values(parts).reduce((total, part) => total + part, 0);
 
+/** A figure stays as it is if nobody is there to draw another. */
+function onServed(button, load) {
+  byId(button).addEventListener("click", () => fetch("state.json").then(load, loseDriver));
+}
+
 function start() {
   byId("states").append(
     ...Object.entries(STATES).map(([name, [sign, words]]) => {
@@ -179,11 +187,15 @@ function start() {
   );
   onChoose(() => showPanel(state));
   byId("mesh").addEventListener("keydown", onMeshKey);
-  byId("newest").addEventListener("click", () => {
+  byId("timeline").addEventListener("load", () => {
+    isDrawing = false;
+    showSteps();
+  });
+  onServed("newest", () => {
     loadTimeline([...new Set([state.kept[0], state.kept.at(-1)])].join(" to "));
     showSteps();
   });
-  byId("memory-button").addEventListener("click", () => {
+  onServed("memory-button", () => {
     byId("memory").hidden = false;
     byId("memory").src = "memory.html";
     say(byId("memory-button"), "Show again");

@@ -220,6 +220,9 @@ def test_an_open_page_learns_how_the_run_has_ended(tab: Browser, tmp_path: Path)
         ending.bus.set_state("finished")
     tab.until("document.getElementById('state').textContent === 'finished'")
     assert tab.value("document.getElementById('connection').textContent") == ""
+    tab.value("document.getElementById('memory-button').click()")
+    tab.until("document.getElementById('connection').textContent.includes('`pentad page trial` shows the rest')")
+    assert tab.value("document.getElementById('memory').hidden")
 
 
 def test_events_are_in_words_below_their_days(tab: Browser, tmp_path: Path) -> None:
