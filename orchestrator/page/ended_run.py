@@ -62,7 +62,7 @@ class EndedRun(PageData):
         spans = Timeline.load(folder / TIMELINE).spans if (folder / TIMELINE).is_file() else ()
         times = rank_times.load(folder / RANK_TIMES) if (folder / RANK_TIMES).is_file() else ()
         super().__init__(state, config.metrics.timeline_steps)
-        self.recent.extend(read_lines(folder / METRICS, ["step"])[-1:])
+        self.newest = next(reversed(read_lines(folder / METRICS, ["step"])), None)
         self.steps.extend((step, tuple(its)) for step, its in sorted(grouped(spans, _STEP).items()))
         self.times.extend(tuple(its) for _, its in sorted(grouped(times, _STEP).items()))
 

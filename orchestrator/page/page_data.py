@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from pentad.orchestrator.page.ended_run import EndedState
 
 MOST_EVENTS = 200
-RECENT_STEPS = 8  # whose mean tells the time left
 PACE = ("step_seconds", "mfu", "bubble_measured", "bubble_planned")
 OPEN_SECONDS, TELL_SECONDS = 3.0, 1.5  # a page that asked so lately is open; how long the end of a run waits for it
 QUIET = ("evaluation", "checkpoint", "best", "copies")  # events that a run of any length has many of
@@ -68,7 +67,7 @@ class PageData(Watcher):
         self.times = deque[tuple[RankTime, ...]](maxlen=TIMED_STEPS)
         known = [entry for entry in bus.folder.journal() if entry["event"] not in QUIET]
         self.events = deque[dict[str, Any]](known, maxlen=MOST_EVENTS)
-        self.recent = deque[dict[str, Any]](maxlen=RECENT_STEPS)
+        self.newest: dict[str, Any] | None = None  # the row of the newest step
         self.asked, self.told = -math.inf, threading.Event()  # when a page asked last; one knows how the run has ended
         self.made = dict[str, tuple[Any, Any]]()  # what readers last asked for, by name, with what it is of
         self.making = dict[str, threading.Lock]()
@@ -89,7 +88,7 @@ class PageData(Watcher):
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         with self.lock:
             self.curves.add(rows)
-            self.recent.extend(rows)
+            self.newest = rows[-1]
             done = {row["step"] for row in rows}  # a long call has the spans of its last steps alone
             self.steps.extend((each[0].step, each) for each in spans if each and each[0].step in done)
 
@@ -101,7 +100,7 @@ class PageData(Watcher):
         with self.lock:
             self.first = min(self.first, step)
             self.curves.rewind(step)
-            self.recent.clear()
+            self.newest = None
             for kept in [each for each in self.steps if each[0] >= step]:
                 self.steps.remove(kept)
 
@@ -128,7 +127,7 @@ class PageData(Watcher):
         view, plan, statuses = self.now
         with self.lock:
             kept, events = [step for step, _ in self.steps], list(self.events)
-            has_times, recent = bool(self.times) and plan.mesh.size > plan.mesh.pp, list(self.recent)
+            has_times, newest = bool(self.times) and plan.mesh.size > plan.mesh.pp, self.newest
         age = time.monotonic()
         silent = {rank.rank for rank in view.ranks if rank.heartbeat < age - SILENT_SECONDS}
         waits = self._once("waits", (statuses, silent), lambda: _waits(view, plan, statuses, silent))
@@ -143,8 +142,8 @@ class PageData(Watcher):
         names = ("run", "state", "step", "steps", "generation", "mesh", "schedule", "program")
         return {
             **{name: getattr(view, name) for name in (*names, "loss", "tokens_per_second", "verdict")},
-            "newest": {key: recent[-1].get(key) for key in PACE} if recent else None,
-            "seconds_left": _seconds_left(view, recent),
+            "newest": newest and {key: newest.get(key) for key in PACE},
+            "seconds_left": view.seconds_left if view.state == "running" else None,
             "axes": asdict(plan.mesh),
             "ranks": ranks,
             "flow": self._once("flow", plan, lambda: self.flow(plan)),
@@ -233,14 +232,6 @@ class PageData(Watcher):
             if name not in self.made or self.made[name][0] != of:
                 self.made[name] = of, make()
             return self.made[name][1]
-
-
-def _seconds_left(view: RunView, recent: Sequence[dict[str, Any]]) -> float | None:
-    """Of a run that continues, as long as its last steps took; without its evaluations to come."""
-    known = [seconds for row in recent if (seconds := row.get("step_seconds")) is not None]
-    if view.state != "running" or not known:
-        return None
-    return (view.steps - view.step) * sum(known) / len(known)
 
 
 def _relative(load: Sequence[int]) -> list[float]:
