@@ -85,18 +85,20 @@ function showFacts() {
     program: state.program.slice(0, 12),
   };
   for (const { data, loss, step } of state.evaluations) facts[`${data} after ${step}`] = number(loss);
-  const list = Object.entries(facts).map(([name, value]) => {
-    const pair = make("div");
-    pair.append(make("dt", name), make("dd", value));
-    return pair;
-  });
-  if (/^https?:/.test(state.dashboard) && !OVER.includes(state.state)) {
-    const [pair, link] = [make("div"), Object.assign(make("a", "dashboard"), { href: state.dashboard, rel: "noreferrer" })];
-    pair.append(make("dt", "Ray"), make("dd"));
-    pair.lastElementChild.append(link);
-    list.push(pair);
-  }
-  byId("facts").replaceChildren(...list);
+  if (/^https?:/.test(state.dashboard) && !OVER.includes(state.state)) facts.Ray = "dashboard";
+  const list = byId("facts");
+  const names = Object.keys(facts).join();
+  if (list.dataset.names !== names) list.replaceChildren(...Object.keys(facts).map(pairOf)); // else its link keeps the focus
+  list.dataset.names = names;
+  Object.values(facts).forEach((value, at) => say(list.children[at].lastElementChild.firstElementChild, value));
+}
+
+function pairOf(name) {
+  const [pair, value] = [make("div"), name === "Ray" ? make("a") : make("span")];
+  if (name === "Ray") Object.assign(value, { href: state.dashboard, rel: "noreferrer" });
+  pair.append(make("dt", name), make("dd"));
+  pair.lastElementChild.append(value);
+  return pair;
 }
 
 /** How fast the newest step was, beside what its bubble should be. */

@@ -160,9 +160,13 @@ def test_what_is_read_stays_while_nothing_changes(tab: Browser, run: PageRun) ->
     tab.value("document.querySelector('.tile[data-rank=\"0\"]').click()")
     tab.until("document.querySelector('#panel h3').textContent.startsWith('Rank 0')")
     tab.value("document.querySelector('#panel h3').dataset.read = 'here'")
+    run.bus.update(endpoints=run.bus.view.endpoints | {"dashboard": "http://10.0.0.1:8265"})
+    tab.until("!!document.querySelector('#facts a')")
+    tab.value("document.querySelector('#facts a').focus()")
     tab.value("globalThis.answers = 0; globalThis.ask = fetch; fetch = (...all) => (answers++, ask(...all))")
     tab.until("answers >= 3")
     assert tab.value("document.querySelector('#panel h3').dataset.read") == "here"
+    assert tab.value("document.activeElement.textContent") == "dashboard"
 
 
 def test_groups_of_four_axes_are_chosen_on_a_phone(tab: Browser, tmp_path: Path) -> None:
