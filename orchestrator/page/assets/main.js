@@ -43,6 +43,8 @@ function loseDriver() {
   byId("state").dataset.state = "unknown";
   document.title = `${state.run}: no answer, step ${state.step}`;
   document.body.classList.add("stale");
+  state.seconds_left = null;
+  showFacts();
 }
 
 export function show(found) {

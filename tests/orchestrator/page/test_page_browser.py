@@ -211,9 +211,12 @@ def test_it_fits_and_is_legible(tab: Browser, run: PageRun, width: int, dark: bo
 
 def test_it_says_so_when_the_driver_is_gone(tab: Browser, tmp_path: Path) -> None:
     with page_run(tmp_path) as gone:
+        gone.bus.set_state("running")
+        gone.run(0)
         opened(tab, gone)
-        tab.until("document.getElementById('connection').textContent === 'live'")
-    tab.until("document.getElementById('state').textContent === 'was starting'")
+        tab.until("document.getElementById('facts').textContent.includes('time left')")
+    tab.until("document.getElementById('state').textContent === 'was running'")
+    assert "time left" not in tab.value("document.getElementById('facts').textContent")
     assert "has not answered since" in tab.value("document.getElementById('connection').textContent")
 
 
