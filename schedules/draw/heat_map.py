@@ -98,7 +98,7 @@ def _numbers(values: Sequence[float | None], x: float, y: float, pitch: int) -> 
         if value is not None and pitch >= 13:
             strong = " strong" if abs(_bin(value) or 0) > 2 else ""
             middle = x + (index + 0.5) * COLUMN
-            yield f'<text class="middle{strong}" x="{middle:g}" y="{y + pitch / 2 + 4:g}">{value:+.0%}</text>'
+            yield f'<text class="middle{strong}" x="{middle:g}" y="{y + pitch / 2 + 4:g}">{value:+z.0%}</text>'
 
 
 def _legend(shown_of: str) -> Iterator[str]:

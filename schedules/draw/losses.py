@@ -97,9 +97,7 @@ class _Axes:
         return "M" + "L".join(f"{self.x(step):.1f} {self.y(loss):.1f}" for step, loss in points)
 
 
-def svg_losses(
-    curves: Sequence[LossCurve], *, title: str, changes: Sequence[int] = (), of_one_run: bool = True
-) -> str:
+def svg_losses(curves: Sequence[LossCurve], *, title: str, changes: Sequence[int] = (), of_one_run: bool = True) -> str:
     """The SVG text. Dashed lines mark the steps of `changes`, in which the mixture changes.
 
     Where one run trains on several corpora, the strip shows the share that each has of the target tokens. Raises

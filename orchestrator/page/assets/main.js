@@ -57,8 +57,7 @@ export function show(found) {
   byId("state").dataset.state = state.state;
   showProgress();
   showFacts();
-  say(byId("verdict"), state.verdict);
-  byId("verdict").hidden = !state.verdict || state.state === "finished"; // of now, while there are ranks
+  showVerdict();
   say(byId("mesh-name"), `${state.mesh}, ${state.ranks.length} in all`);
   showMesh(state);
   showPanel(state);
@@ -66,6 +65,14 @@ export function show(found) {
   showSteps();
   showTimes();
   showEvents();
+}
+
+/** What is wrong: of a live run now, of one that has failed why. */
+function showVerdict() {
+  const failure = state.state === "failed" ? state.events.findLast(({ event }) => event === "failure")?.error : "";
+  const text = failure || (state.state === "finished" ? "" : state.verdict);
+  say(byId("verdict"), text);
+  byId("verdict").hidden = !text;
 }
 
 function showProgress() {
@@ -174,6 +181,13 @@ function factOf(name, value) {
 
 const sum = (parts) => Object.values(parts).reduce((total, part) => total + part, 0);
 
+/** A frame is no higher than what it shows. */
+function fit({ target }) {
+  target.style.height = "";
+  const page = target.contentDocument?.body; // null for a browser's own page of an error
+  if (page && page.offsetHeight < target.clientHeight) target.style.height = `${page.offsetHeight + 2}px`;
+}
+
 /** A figure stays as it is if nobody is there to draw another. */
 function onServed(button, load) {
   byId(button).addEventListener("click", () => fetch("state.json").then(load, loseDriver));
@@ -191,6 +205,7 @@ function start() {
   );
   onChoose(() => showPanel(state));
   byId("mesh").addEventListener("keydown", onMeshKey);
+  for (const name of ["timeline", "memory"]) byId(name).addEventListener("load", fit);
   byId("timeline").addEventListener("load", () => {
     isDrawing = false;
     showSteps();

@@ -199,6 +199,8 @@ def test_it_fits_and_is_legible(tab: Browser, run: PageRun, width: int, dark: bo
     opened(tab, run, width, dark=dark)
     tab.value("document.getElementById('memory-button').click()")
     tab.until("document.getElementById('memory').contentDocument?.querySelectorAll('#ranks section').length")
+    empty = "(frame) => frame.clientHeight - frame.contentDocument.body.offsetHeight"
+    tab.until(f"({empty})(document.getElementById('memory')) <= 2")
     for chosen in ("null", "3"):
         tab.value(f"document.querySelector('[data-rank=\"{chosen}\"]')?.click()")
         assert tab.value("document.documentElement.scrollWidth - innerWidth") <= 0
@@ -224,12 +226,23 @@ def test_an_open_page_learns_how_the_run_has_ended(tab: Browser, tmp_path: Path)
     with page_run(tmp_path) as ending:
         opened(tab, ending)
         tab.until("document.getElementById('connection').textContent === 'live'")
+        ending.bus.update(verdict="rank 3 is slow")
+        tab.until("!document.getElementById('verdict').hidden")
         ending.bus.set_state("finished")
     tab.until("document.getElementById('state').textContent === 'finished'")
+    assert tab.value("document.getElementById('verdict').hidden")
     assert tab.value("document.getElementById('connection').textContent") == ""
     tab.value("document.getElementById('memory-button').click()")
     tab.until("document.getElementById('connection').textContent.includes('`pentad page trial` shows the rest')")
     assert tab.value("document.getElementById('memory').hidden")
+
+
+def test_an_open_page_says_why_the_run_has_failed(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path) as failing:
+        opened(tab, failing)
+        failing.bus.record("failure", error="rank 1 has no memory left")
+        failing.bus.set_state("failed")
+        assert tab.until("document.getElementById('verdict').textContent") == "rank 1 has no memory left"
 
 
 def test_events_are_in_words_below_their_days(tab: Browser, tmp_path: Path) -> None:

@@ -19,3 +19,8 @@ def test_the_rank_that_differs_most_has_its_name_and_no_two_names_overlap(count:
     heights = sorted(map(float, names))
     assert "rank 3" in names.values() and min(b - a for a, b in pairwise(heights)) >= 11
     assert (f"the {MOST_RANKS} of {count} ranks" in figure) == (count > MOST_RANKS)
+
+
+def test_no_difference_has_one_sign() -> None:
+    figure = svg_heat_map([RankRow(f"rank {n}", [0.0], [n / 1000]) for n in (-1, 0, 1)], [0], ["F"], title="t")
+    assert figure.count(">+0%<") == 3
