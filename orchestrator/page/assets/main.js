@@ -58,7 +58,9 @@ export function show(found) {
   showProgress();
   showFacts();
   showVerdict();
-  say(byId("mesh-name"), `${state.mesh}, ${state.ranks.length} in all`);
+  const wrong = ["hung", "lost"].map((name) => [state.ranks.filter((rank) => rank.state === name).length, name]);
+  const counts = wrong.filter(([count]) => count).map(([count, name]) => `, ${count} ${name}`);
+  say(byId("mesh-name"), `${state.mesh}, ${state.ranks.length} in all${counts.join("")}`);
   showMesh(state);
   showPanel(state);
   showCurves(state.curves);

@@ -123,7 +123,8 @@ function showGroups() {
   }
   byId("mesh").classList.toggle("chosen", rank !== null);
   if (rank) showFlow(picture, rank);
-  for (const each of rank ? [rank] : current.ranks)
+  const isTiny = byId("mesh").classList.contains("tiny"); // some of so many ranks always wait for a moment
+  for (const each of rank ? [rank] : current.ranks.filter(({ state }) => !isTiny || state !== "running"))
     for (const other of each.waits?.for ?? []) arrow(picture, "wait", straight(tiles[each.rank], tiles[other]));
 }
 

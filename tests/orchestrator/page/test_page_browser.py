@@ -191,6 +191,11 @@ def test_many_replicas_leave_the_curves_in_sight(tab: Browser, tmp_path: Path) -
         tab.open(f"{wide.served.url}?token={TOKEN}")
         tab.until("document.querySelectorAll('.tile').length === 128")
         assert tab.value("document.getElementById('ranks').getBoundingClientRect().height / innerHeight") < 0.95
+        wide.bus.rank_lost(5)
+        tab.until("document.querySelector('.tile[data-rank=\"5\"]').dataset.state === 'lost'")
+        assert tab.value("document.getElementById('mesh-name').textContent").endswith(", 128 in all, 1 lost")
+        colour = "getComputedStyle(document.querySelector('.tile[data-rank=\"{}\"]')).backgroundColor"
+        assert tab.value(colour.format(5)) != tab.value(colour.format(6)) and tab.value(CONTRAST) == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
