@@ -112,13 +112,14 @@ class PlannedRun:
     def memory_page(self) -> str:
         """HTML: what every pipeline rank holds over a simulated step, by kind and by unit."""
         plan, fit = self.plan, self.fit
+        fullest = f"{fit.rank} ({plan.mesh.coordinates(fit.rank)})"
         facts = {
             "mesh": str(plan.mesh),
             "program": f"{plan.program.name}, {plan.program.microbatches} microbatches",
             "ZeRO": str(plan.zero),
             "recomputation": config_text(plan.recomputation),
             "a step": f"{format_duration(self.step_seconds)}, simulated from rates {self.rates}",
-            "fullest rank": f"{fit.rank}, {format_bytes(fit.needed)} of {format_bytes(fit.device.bytes)}",
+            "fullest rank": f"{fullest}, {format_bytes(fit.needed)} of {format_bytes(fit.device.bytes)}",
         }
         title = f"{plan.name}: memory over a step"
         return memory_page(memory_curves(plan, self.timeline), title=title, facts=facts, available=fit.device.bytes)

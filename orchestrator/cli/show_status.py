@@ -19,7 +19,7 @@ from pentad.orchestrator.control.control_client import NotLive, connect
 from pentad.orchestrator.monitoring.display import STATE_COLOURS
 from pentad.orchestrator.monitoring.run_state import OVER
 from pentad.orchestrator.monitoring.tables import fitted_table, with_rest
-from pentad.orchestrator.planning.formatting import format_number
+from pentad.orchestrator.planning.formatting import format_duration, format_number
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Coordinates
@@ -96,11 +96,13 @@ def show_request(run: Path, verb: str, console: Console, *, as_json: bool, timeo
 def status_view(status: dict[str, Any], rows: int) -> RenderableType:
     """A status as a table: the run, which rank a stalled run waits for, and at most `rows` ranks."""
     state, program = status["state"], status["program"][:12]
+    left = status["seconds_left"] if state == "running" else None
+    rest = f"  {format_duration(max(1, round(left)))} left" if left else ""
     head = Text.assemble(
         (f" {status['run']}", "bold"),
         "  ",
         (state, STATE_COLOURS.get(state, "")),
-        f"  step {status['step']}/{status['steps']}  generation {status['generation']}",
+        f"  step {status['step']}/{status['steps']}{rest}  generation {status['generation']}",
     )
     if status["spares"]:
         head.append(f"  spares {status['spares']}")

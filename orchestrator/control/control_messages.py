@@ -51,7 +51,7 @@ MESSAGES, METHODS = _compiled()
 def status_of(view: RunView) -> Any:
     """The Status of a view, with the current ages of heartbeats."""
     facts, now = view._asdict(), time.monotonic()
-    for name in ("loss", "tokens_per_second"):
+    for name in ("loss", "tokens_per_second", "seconds_left"):
         if facts[name] is not None and not math.isfinite(facts[name]):
             facts[name] = None
     facts["ranks"] = ranks = [rank._asdict() for rank in view.ranks]

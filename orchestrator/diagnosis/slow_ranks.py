@@ -7,7 +7,6 @@ from statistics import median
 
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
-from pentad.orchestrator.planning.formatting import format_percent
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.diagnosis.slow_ranks import SlowRank, SlowRanks
 from pentad.workers.runtime.telemetry import GpuState
@@ -45,7 +44,7 @@ class SlowRankWatch(Watcher):
 def sentence(change: SlowRank, views: tuple[RankView, ...], gpus: Mapping[int, GpuState]) -> str:
     """'rank 3 (dp1 pp1, GPU 3 of 10.0.0.4) computes 15 % longer than its peers since step 12: BW of stage 1 +16 %'"""
     names = [_name(rank, views) for rank in change.ranks]
-    share = format_percent(change.excess)
+    share = f"{100 * change.excess:.0f} %"  # medians of few steps are no better
     if change.over and change.kind == "link":
         return f"transfers from {names[0]} to {names[1]} are no longer slow"
     if change.over and change.kind == "starved":
@@ -65,7 +64,7 @@ def sentence(change: SlowRank, views: tuple[RankView, ...], gpus: Mapping[int, G
             return f"{names[0]} is ready to run, and {longer}: its host is busy with other processes"
         case "host":
             return f"the host of {names[0]} issues late, by {share} of a step's compute, {since}"
-    evidence = [f"{op} of stage {stage} {excess:+.0%}" for op, stage, excess in change.evidence]
+    evidence = [f"{op} of stage {stage} {100 * excess:+.0f} %" for op, stage, excess in change.evidence]
     evidence += _clock(change.ranks[0], gpus)
     subject = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
     return f"{subject} computes {share} longer than its peers {since}" + (

@@ -173,7 +173,7 @@ class Display(AbstractContextManager["Display"]):
         """Name, steps, a bar if there is room for it, and the time left or the state."""
         done = self.rows[-1]["step"] + 1
         left = (self.steps - done) * sum(row["step_seconds"] for row in self.rows) / len(self.rows)
-        rest = Text("done" if done >= self.steps else f"{format_duration(round(left))} left", "dim")
+        rest = Text("done" if done >= self.steps else f"{format_duration(max(1, round(left)))} left", "dim")
         if self.state not in ("starting", "running", "finished"):
             rest = Text(self.state, STATE_COLOURS[self.state])
         count = f"{done}/{self.steps} steps"

@@ -51,6 +51,7 @@ class EventBus:
         self.gpus = dict[int, GpuState]()  # the ranks' GPUs, as last read
         self.expert_load, self.expert_slots = ExpertLoads(), 0
         self.statuses = dict[int, Status]()  # of the ranks of this generation, as last heard
+        self.paces = deque[float](maxlen=8)  # seconds of the last steps
         self.on_first_step: Callable[[], None] = lambda: None
         plan = folder.plan
         self.view = RunView(
@@ -151,7 +152,10 @@ class EventBus:
                 watcher.on_rank_times(each)
         last, pace = rows[-1], rows[-1]["tokens_per_second"]
         verdict = "; ".join(filter(None, (self.flipped_bits, self.slow_ranks)))
-        self.update(step=last["step"] + 1, loss=last["loss"], tokens_per_second=pace, verdict=verdict)
+        self.paces.extend(row["step_seconds"] for row in rows)
+        done = last["step"] + 1
+        left = (self.view.steps - done) * sum(self.paces) / len(self.paces)
+        self.update(step=done, loss=last["loss"], tokens_per_second=pace, verdict=verdict, seconds_left=left)
 
     def _slots_grown(self, steps: Sequence[tuple[int, int]]) -> None:
         """Records, of (step, slots for tokens to another rank of experts), those that have become more."""

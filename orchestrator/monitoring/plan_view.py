@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -43,9 +44,11 @@ def plan_view(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankVi
     """What `print_plan` prints, made for this console."""
     coloured = is_coloured(console)
     timeline = simulate(plan.program, costs)
-    label = len(str(plan.program.ranks - 1)) + 2
+    axis = "pp" if plan.mesh.size > plan.mesh.pp else ""  # a row is one rank, or all those of a pipeline rank
+    label = len(f"{axis}{plan.program.ranks - 1}") + 2
     rows = bars(timeline, max(20, console.width - label - 1), coloured=coloured)
-    drawing = [Text.assemble((f"{rank:>{label - 1}} ", "dim"), row, no_wrap=True) for rank, row in enumerate(rows)]
+    names = (f"{axis}{pp}".rjust(label - 1) for pp in range(plan.program.ranks))
+    drawing = [Text.assemble((f"{name} ", "dim"), row, no_wrap=True) for name, row in zip(names, rows, strict=True)]
     figures = f"  {format_duration(timeline.makespan)} of compute  bubble {bubble_text(timeline.bubble())}"
     needs = memories(plan)
     table = ranks_table(plan, needs, ranks, console.width)
@@ -202,15 +205,22 @@ def _by_rank(shares: list[float]) -> str:
 
 
 def ranks_table(plan: Plan, needs: Needs, ranks: Sequence[RankView], width: int) -> Table:
-    """A row per rank: its coordinates, its layers, where it runs and its peak memory, of those that ranks need."""
+    """A row per rank: its coordinates, its layers, where it runs and its peak memory, of those that ranks need. Of many
+    ranks without a place, neighbours in a pipeline rank that need as much share a row."""
     where = {at.rank: (at.node, f"GPU {at.gpu}" if at.gpu >= 0 else "CPU", str(at.pid)) for at in ranks}
     heads = ["rank>", "place", "layers", *(("node", "device", "pid>") if where else ()), "memory>"]
     rows = []
-    for rank in range(min(plan.mesh.size, MOST_RANKS)):
-        cells = [str(rank), str(plan.mesh.coordinates(rank)), layers_text(plan, *plan.stages_of(rank))]
-        rows.append([*cells, *where.get(rank, ()), format_bytes(needs[rank]["total"])])
+    groups = [[rank] for rank in range(plan.mesh.size)]
+    if len(groups) > MOST_RANKS and not where:
+        totals = [(plan.mesh.coordinates(rank).pp, format_bytes(needs[rank]["total"])) for rank in range(len(groups))]
+        groups = [list(ranks) for _, ranks in groupby(range(len(groups)), totals.__getitem__)]
+    for first, *others in groups[:MOST_RANKS]:
+        at = plan.mesh.coordinates(first)
+        name, place = (f"{first}-{others[-1]}", f"pp{at.pp}") if others else (str(first), str(at))
+        cells = [name, place, layers_text(plan, *plan.stages_of(first))]
+        rows.append([*cells, *where.get(first, ()), format_bytes(needs[first]["total"])])
     drop = ("pid", "device", "node") if where else ()
-    return with_rest(fitted_table(heads, rows, width, drop=(*drop, "place"), wrapped=["layers"]), plan.mesh.size)
+    return with_rest(fitted_table(heads, rows, width, drop=(*drop, "place"), wrapped=["layers"]), len(groups))
 
 
 def memory_line(plan: Plan, needs: Needs) -> RenderableType:

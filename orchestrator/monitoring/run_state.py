@@ -49,7 +49,8 @@ class RunView(NamedTuple):
 
     `verdict` says which rank a stalled run waits for, and which ranks are slow or were wrong; otherwise ''.
     `endpoints` may have 'control' and 'metrics' (HOST:PORT), 'dashboard' and 'page' (URLs). The next evaluation is due
-    after `next_evaluation` steps, None if no other is. `spares` processes wait to take the place of a lost rank.
+    after `next_evaluation` steps, None if no other is. `spares` processes wait to take the place of a lost rank. The
+    other steps take `seconds_left` at the pace of the last ones, evaluations aside; None where that is not known.
     """
 
     run: str
@@ -69,6 +70,7 @@ class RunView(NamedTuple):
     evaluations: tuple[EvalView, ...] = ()
     next_evaluation: int | None = None
     spares: int = 0
+    seconds_left: float | None = None
 
 
 def makes_progress(view: RunView) -> bool:

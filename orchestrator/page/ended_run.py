@@ -14,7 +14,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.control.control_client import last_view
 from pentad.orchestrator.monitoring.event_bus import ExpertLoads
 from pentad.orchestrator.monitoring.run_state import RankView, RunView
-from pentad.orchestrator.monitoring.runfolder import EXPERT_LOAD, JOURNAL, PAGE, PROGRAM, RANK_TIMES, TIMELINE
+from pentad.orchestrator.monitoring.runfolder import EXPERT_LOAD, JOURNAL, METRICS, PAGE, PROGRAM, RANK_TIMES, TIMELINE
 from pentad.orchestrator.page.page_data import PageData
 from pentad.orchestrator.page.saved_plan import last_config, last_places, planned_again
 from pentad.orchestrator.records.json_lines import read_lines
@@ -62,6 +62,7 @@ class EndedRun(PageData):
         spans = Timeline.load(folder / TIMELINE).spans if (folder / TIMELINE).is_file() else ()
         times = rank_times.load(folder / RANK_TIMES) if (folder / RANK_TIMES).is_file() else ()
         super().__init__(state, config.metrics.timeline_steps)
+        self.newest = next(reversed(read_lines(folder / METRICS, ["step"])), None)
         self.steps.extend((step, tuple(its)) for step, its in sorted(grouped(spans, _STEP).items()))
         self.times.extend(tuple(its) for _, its in sorted(grouped(times, _STEP).items()))
 

@@ -5,6 +5,7 @@ The driver only stores what it has at hand; everything that takes time happens w
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.monitoring.event_bus import EventBus
-from pentad.orchestrator.monitoring.run_state import RunView, Watcher
+from pentad.orchestrator.monitoring.run_state import OVER, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import METRICS, TIMED_STEPS
 from pentad.orchestrator.page.data_flow import data_flow
 from pentad.orchestrator.page.drawing import rank_times_svg, timeline_html
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from pentad.orchestrator.page.ended_run import EndedState
 
 MOST_EVENTS = 200
+PACE = ("step_seconds", "mfu", "bubble_measured", "bubble_planned")
+OPEN_SECONDS, TELL_SECONDS = 3.0, 1.5  # a page that asked so lately is open; how long the end of a run waits for it
 QUIET = ("evaluation", "checkpoint", "best", "copies")  # events that a run of any length has many of
 T = TypeVar("T")
 
@@ -64,6 +67,8 @@ class PageData(Watcher):
         self.times = deque[tuple[RankTime, ...]](maxlen=TIMED_STEPS)
         known = [entry for entry in bus.folder.journal() if entry["event"] not in QUIET]
         self.events = deque[dict[str, Any]](known, maxlen=MOST_EVENTS)
+        self.newest: dict[str, Any] | None = None  # the row of the newest step
+        self.asked, self.told = -math.inf, threading.Event()  # when a page asked last; one knows how the run has ended
         self.made = dict[str, tuple[Any, Any]]()  # what readers last asked for, by name, with what it is of
         self.making = dict[str, threading.Lock]()
 
@@ -83,6 +88,7 @@ class PageData(Watcher):
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         with self.lock:
             self.curves.add(rows)
+            self.newest = rows[-1]
             done = {row["step"] for row in rows}  # a long call has the spans of its last steps alone
             self.steps.extend((each[0].step, each) for each in spans if each and each[0].step in done)
 
@@ -94,6 +100,7 @@ class PageData(Watcher):
         with self.lock:
             self.first = min(self.first, step)
             self.curves.rewind(step)
+            self.newest = None
             for kept in [each for each in self.steps if each[0] >= step]:
                 self.steps.remove(kept)
 
@@ -102,14 +109,25 @@ class PageData(Watcher):
             with self.lock:
                 self.events.append(entry)
 
+    def tell_end(self) -> None:
+        """An open page, which asks every second, learns how the run has ended."""
+        if self.now.view.state in OVER and time.monotonic() < self.asked + OPEN_SECONDS:
+            self.told.wait(TELL_SECONDS)
+
     # ---- in a reader's ----
+
+    def answered(self, view: RunView) -> None:
+        """A page has got the state of a run that was, at least, at this view."""
+        self.asked = time.monotonic()
+        if view.state in OVER:
+            self.told.set()
 
     def state(self) -> dict[str, Any]:
         """All that the page shows of this moment."""
         view, plan, statuses = self.now
         with self.lock:
             kept, events = [step for step, _ in self.steps], list(self.events)
-            has_times = bool(self.times)
+            has_times, newest = bool(self.times) and plan.mesh.size > plan.mesh.pp, self.newest
         age = time.monotonic()
         silent = {rank.rank for rank in view.ranks if rank.heartbeat < age - SILENT_SECONDS}
         waits = self._once("waits", (statuses, silent), lambda: _waits(view, plan, statuses, silent))
@@ -124,6 +142,8 @@ class PageData(Watcher):
         names = ("run", "state", "step", "steps", "generation", "mesh", "schedule", "program")
         return {
             **{name: getattr(view, name) for name in (*names, "loss", "tokens_per_second", "verdict")},
+            "newest": newest and {key: newest.get(key) for key in PACE},
+            "seconds_left": view.seconds_left if view.state == "running" else None,
             "axes": asdict(plan.mesh),
             "ranks": ranks,
             "flow": self._once("flow", plan, lambda: self.flow(plan)),

@@ -42,7 +42,12 @@ class PageServer(HttpServer):
         tls = None if certificate is None else certificate.context
         facts = {"data": data, "token": token, "is_secure": tls is not None}
         super().__init__("metrics.page_port", host, port, type("Handler", (_Handler,), facts), tls)
+        self.data = data
         self.url = f"http{'s' * (tls is not None)}://{host_port(reachable(host), self.port)}/"
+
+    def close(self) -> None:
+        self.data.tell_end()
+        super().close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -61,9 +66,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif not self._is_admitted():
             self._send(401, "text/html", _asset("token.html"))
         elif page := self._figures().get(parts.path):
-            kind, policy, make = page
+            (kind, policy, make), view = page, self.data.now.view
             try:
                 self._send(200, kind, make().encode(), policy)
+                if parts.path == "/state.json":
+                    self.data.answered(view)
             except PentadError as error:
                 self._send(404, "text/plain", str(error).encode())
         else:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from pentad.orchestrator.monitoring.tables import fitted_table
-from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
+from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
 from pentad.orchestrator.sweep.page import TEXTS
 from pentad.orchestrator.sweep.results import TrialRow, best_first
 from pentad.orchestrator.sweep.sweep import Report, Sweep, SweepProgress
@@ -68,7 +68,7 @@ def _columns(rows: Sequence[TrialRow]) -> dict[str, list[str]]:
     found = {
         "model": [row.model for row in rows],
         "layout": [row.layout for row in rows],
-        "tokens/s>": [format_count(round(row.tokens_per_second or 0.0)) for row in rows],
+        "tokens/s>": [f"{row.tokens_per_second or 0.0:,.0f}" for row in rows],
         "of the best>": [format_percent((row.tokens_per_second or 0.0) / most) for row in rows],
         "MFU>": [format_percent(row.mfu) for row in rows],
         "a step>": [format_duration(row.step_seconds) for row in rows],

@@ -28,12 +28,16 @@ class RankRow(NamedTuple):
 
 
 def svg_heat_map(rows: Sequence[RankRow], steps: Sequence[int], ops: Sequence[str], *, title: str) -> str:
-    """The SVG text. Of more than MOST_RANKS rows it has those that were slowest in any step.
+    """The SVG text. Of more than MOST_RANKS rows it has those that were slowest in any step, and says so. Where rows
+    are too low for a name each, those have it that differ most.
 
     Raises PentadError without rows or steps."""
     if not rows or not steps:
         raise PentadError("svg_heat_map got no times: expected those of at least one rank and step")
-    if len(rows) > MOST_RANKS:
+    shown_of = (
+        f"; the {MOST_RANKS} of {len(rows)} ranks that were slowest in any step" if len(rows) > MOST_RANKS else ""
+    )
+    if shown_of:
         slowest = sorted(rows, key=lambda row: -max((each for each in row.steps if each is not None), default=0.0))
         shown = {row.name for row in slowest[:MOST_RANKS]}
         rows = [row for row in rows if row.name in shown]
@@ -43,20 +47,34 @@ def svg_heat_map(rows: Sequence[RankRow], steps: Sequence[int], ops: Sequence[st
     width, bottom = right + COLUMN * len(ops) + MARGIN, HEADER + HEADING + pitch * len(rows)
     lines = [
         title_line(title),
-        *_legend(),
+        *_legend(shown_of),
         f'<text class="bold" x="{left}" y="{HEADER + 20}">by step</text>',
         *_op_heads(ops, right),
     ]
     cell = WIDTH / len(steps)
+    named = _named(rows, -(-11 // pitch))
     for index, row in enumerate(rows):
         y = HEADER + HEADING + index * pitch
-        if pitch >= 11 or index % -(-11 // pitch) == 0:
+        if index in named:
             lines.append(f'<text class="end" x="{left - 10}" y="{y + pitch / 2 + 4:g}">{escaped(row.name)}</text>')
         lines += _cells(row.steps, left, y, cell, pitch)
         lines += _cells(row.ops, right, y, COLUMN, pitch)
         lines += _numbers(row.ops, right, y, pitch)
     lines += _step_axis(steps, left, bottom, cell)
     return svg_page(width, bottom + BELOW + MARGIN, title, _colours(), lines)
+
+
+def _named(rows: Sequence[RankRow], apart: int) -> set[int]:
+    """The rows with a name, at least `apart` from each other: first those that differ most from their peers."""
+
+    def difference(index: int) -> float:
+        return max((abs(each) for each in rows[index].ops if each is not None), default=0.0)
+
+    found = set[int]()
+    for index in sorted(range(len(rows)), key=difference, reverse=True):
+        if found.isdisjoint(range(index - apart + 1, index + apart)):
+            found.add(index)
+    return found
 
 
 def _bin(value: float | None) -> int | None:
@@ -80,10 +98,10 @@ def _numbers(values: Sequence[float | None], x: float, y: float, pitch: int) -> 
         if value is not None and pitch >= 13:
             strong = " strong" if abs(_bin(value) or 0) > 2 else ""
             middle = x + (index + 0.5) * COLUMN
-            yield f'<text class="middle{strong}" x="{middle:g}" y="{y + pitch / 2 + 4:g}">{value:+.0%}</text>'
+            yield f'<text class="middle{strong}" x="{middle:g}" y="{y + pitch / 2 + 4:g}">{value:+z.0%}</text>'
 
 
-def _legend() -> Iterator[str]:
+def _legend(shown_of: str) -> Iterator[str]:
     x = float(MARGIN)
     yield f'<text class="soft" x="{x}" y="50">{FULL:.0%} faster</text>'
     x += 76
@@ -91,7 +109,7 @@ def _legend() -> Iterator[str]:
         name = "idle" if not number else f"{'s' if number > 0 else 'f'}{abs(number)}"
         yield f'<rect class="{name}" x="{x:g}" y="40" width="14" height="12"/>'
         x += 14
-    yield f'<text class="soft" x="{x + 8:g}" y="50">{FULL:.0%} slower than ranks with the same stages</text>'
+    yield f'<text class="soft" x="{x + 8:g}" y="50">{FULL:.0%} slower than ranks with the same stages{shown_of}</text>'
 
 
 def _op_heads(ops: Sequence[str], x: float) -> Iterator[str]:

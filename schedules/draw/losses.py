@@ -97,14 +97,14 @@ class _Axes:
         return "M" + "L".join(f"{self.x(step):.1f} {self.y(loss):.1f}" for step, loss in points)
 
 
-def svg_losses(curves: Sequence[LossCurve], *, title: str, changes: Sequence[int] = ()) -> str:
+def svg_losses(curves: Sequence[LossCurve], *, title: str, changes: Sequence[int] = (), of_one_run: bool = True) -> str:
     """The SVG text. Dashed lines mark the steps of `changes`, in which the mixture changes.
 
-    Where several corpora are trained on, the strip shows the share that each has of the target tokens. Raises
+    Where one run trains on several corpora, the strip shows the share that each has of the target tokens. Raises
     PentadError if there is no loss.
     """
     axes = _axes(curves)
-    mixed = sum(bool(curve.training) for curve in curves) > 1
+    mixed = of_one_run and sum(bool(curve.training) for curve in curves) > 1
     bottom = HEADER + HEIGHT + (GAP + STRIP if mixed else 0)
     width, height = LEFT + WIDTH + RIGHT + round(LETTER * max(len(curve.name) for curve in curves)), bottom + AXIS
     lines = [

@@ -45,7 +45,7 @@ class MemoryCurve(NamedTuple):
     """The memory of a pipeline rank: what it holds all the time, by name, the bytes of its `pools`, which are allocated
     whether in use or not, its units, and the samples of a step."""
 
-    rank: int
+    pp: int
     fixed: dict[str, int]
     pools: int
     units: list[UnitName]
@@ -68,7 +68,7 @@ def memory_page(curves: Sequence[MemoryCurve], *, title: str, facts: dict[str, s
 def _rank(curve: MemoryCurve) -> dict[str, Any]:
     """Times in microseconds, sizes in KiB."""
     return {
-        "rank": curve.rank,
+        "pp": curve.pp,
         "peak": _kib(curve.peak),
         "fixed": {name: _kib(size) for name, size in curve.fixed.items()},
         "pools": _kib(curve.pools),

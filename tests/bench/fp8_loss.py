@@ -92,7 +92,7 @@ def main() -> int:
         write(args.json, {**stamp(machine), "runs": rows})
         if args.svg is not None:
             title = f"1B on real text: {plan.batch.tokens:,} tokens a step"
-            args.svg.write_text(svg_losses(tuple(curves), title=title))
+            args.svg.write_text(svg_losses(tuple(curves), title=title, of_one_run=False))
     ranks.stop()
     return int(any(abs(row["end"]) > END or abs(row["most"]) > APART for row in rows))
 

@@ -1,6 +1,6 @@
 // ---- curves: one figure a quantity; a pointer or the arrow keys read values ----
 
-import { byId, bytes, draw, make, number } from "./dom.js";
+import { byId, bytes, draw, make, number, say } from "./dom.js";
 
 const CHARTS = {
   loss: ["Loss", "nats per token", number],
@@ -9,6 +9,7 @@ const CHARTS = {
   peak_bytes: ["Peak memory", "of the fullest rank", bytes],
 };
 const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [62, 12, 10, 22, 168];
+const SPIKE = 5; // times what 98 % of the values do not exceed
 let curves = null;
 
 export function showCurves(found) {
@@ -38,10 +39,11 @@ function open(key) {
   return figure;
 }
 
-/** Bytes begin at 0, in steps of binary units. */
+/** Bytes begin at 0, in steps of binary units. A few spikes may leave the figure, or nothing else could be seen. */
 function scaleOf(values, isBytes) {
-  const known = values.filter((value) => value !== null);
-  const [low, high] = [isBytes ? 0 : Math.min(...known), Math.max(...known)];
+  const known = values.filter((value) => value !== null).sort((a, b) => a - b);
+  const [least, usual, most] = [known[0], known[Math.floor(0.98 * (known.length - 1))], known.at(-1)];
+  const [low, high] = [isBytes ? 0 : least, usual > 0 && most > SPIKE * usual ? 1.5 * usual : most];
   const unit = isBytes ? 1024 ** Math.floor(Math.log2(Math.max(1, high / 4)) / 10) : 1;
   const gap = unit * nice((high - low || Math.abs(high) || 1) / 4 / unit);
   return { low: Math.floor(low / gap) * gap, high: Math.max(Math.ceil(high / gap) * gap, Math.floor(low / gap) * gap + gap), gap };
@@ -61,7 +63,7 @@ function paint(figure, key) {
   const plot = figure.querySelector("svg");
   const values = curves[key];
   const { low, high, gap } = scaleOf(values, CHARTS[key][2] === bytes);
-  const y = (value) => HEIGHT - BOTTOM - ((HEIGHT - TOP - BOTTOM) * (value - low)) / (high - low);
+  const y = (value) => HEIGHT - BOTTOM - ((HEIGHT - TOP - BOTTOM) * (Math.min(value, high) - low)) / (high - low);
   const format = CHARTS[key][2];
   plot.replaceChildren();
   for (let value = low; value <= high + gap / 2; value += gap) {
@@ -77,6 +79,9 @@ function paint(figure, key) {
     path += `${index && values[index - 1] !== null ? "L" : "M"}${xOf(plot, index).toFixed(1)} ${y(value).toFixed(1)}`;
     if (last === 0) path += "h1";
   });
+  const most = Math.max(...values);
+  const beyond = most > high ? `, up to ${format(most)} in step ${curves.step[values.indexOf(most)]}` : "";
+  say(figure.querySelector(".soft"), CHARTS[key][1] + beyond);
   plot.append(draw("path", { class: "line", d: path }), draw("path", { class: "cursor" }), draw("circle", { class: "at", r: 3.5 }));
   plot.setAttribute("aria-label", `${CHARTS[key][0]}, ${number(curves.step.length)} points, last ${format(values.at(-1))}`);
   figure.scale = y;

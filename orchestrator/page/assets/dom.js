@@ -35,7 +35,11 @@ export function bytes(value) {
   return `${number(value / 1024 ** unit, 3)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
 }
 
+export const percent = (share) => `${(100 * share).toFixed(1)} %`;
+
 export function seconds(value) {
-  if (value >= 90) return `${Math.round(value / 60)} min`;
+  const minutes = Math.round(value / 60);
+  if (minutes >= 100) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  if (value >= 90) return `${minutes} min`;
   return value >= 1 ? `${number(value, 2)} s` : `${Math.round(value * 1000)} ms`;
 }

@@ -64,8 +64,8 @@ export function showMesh(state) {
 function build() {
   const { pp, dp, tp, cp, ep } = current.axes;
   const mesh = byId("mesh");
-  const wide = pp * tp;
-  mesh.className = wide > 32 || current.ranks.length > 512 ? "tiny" : wide > 8 ? "small" : "";
+  const [wide, high] = [pp * tp, dp * ep * cp];
+  mesh.className = wide > 32 || high > 16 ? "tiny" : wide > 8 || high > 8 ? "small" : "";
   mesh.style.gridTemplateColumns = `auto repeat(${pp}, max-content)`;
   mesh.replaceChildren(make("span"));
   tiles = [];
@@ -123,7 +123,8 @@ function showGroups() {
   }
   byId("mesh").classList.toggle("chosen", rank !== null);
   if (rank) showFlow(picture, rank);
-  for (const each of rank ? [rank] : current.ranks)
+  const isTiny = byId("mesh").classList.contains("tiny"); // some of so many ranks always wait for a moment
+  for (const each of rank ? [rank] : current.ranks.filter(({ state }) => !isTiny || state !== "running"))
     for (const other of each.waits?.for ?? []) arrow(picture, "wait", straight(tiles[each.rank], tiles[other]));
 }
 

@@ -108,6 +108,14 @@ def test_status_shows_spares_that_wait(pentad: Pentad, served: Served) -> None:
     assert "generation 2  spares 2\n" in pentad("status", "trial")[1]
 
 
+@pytest.mark.parametrize(("state", "shown"), [("running", "5/60  2 h 3 min left  gen"), ("paused", "5/60  gen")])
+def test_status_shows_the_time_left_of_a_run_that_continues(
+    pentad: Pentad, served: Served, state: str, shown: str
+) -> None:
+    served.control.on_view(seen(state, seconds_left=7380.0))
+    assert shown in pentad("status", "trial")[1]
+
+
 def test_status_shows_the_last_evaluation_and_when_the_next_is_due(pentad: Pentad, served: Served) -> None:
     served.control.on_view(seen(evaluations=(EvalView("wiki", 4, 2.5), EvalView("code", 4, None)), next_evaluation=8))
     assert " evaluation after 4 steps: wiki 2.5000  code -  next after 8 steps\n" in pentad("status", "trial")[1]

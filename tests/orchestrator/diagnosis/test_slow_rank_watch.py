@@ -41,7 +41,7 @@ def test_a_slow_rank_is_reported_and_drawn(tmp_path: Path) -> None:
     assert [(entry["kind"], entry["ranks"], entry["since"]) for entry in found] == [("compute", [3], 15)]
     assert 15 < found[0]["step"] < 25
     assert [(slow.ranks, slow.step) for slow in bus.lasting_slow_ranks] == [((3,), 39)]
-    assert "rank 3 computes 20.0 % longer than its peers since step 15: F of stage 1 +20%" in bus.view.verdict
+    assert "rank 3 computes 20 % longer than its peers since step 15: F of stage 1 +20 %" in bus.view.verdict
     assert bus.view.verdict in console.file.getvalue()  # type: ignore[attr-defined]
     drawing = (folder.path / "rank-times.svg").read_text()
     assert ElementTree.fromstring(drawing).tag.endswith("svg") and drawing.count("rank 3 (dp1 pp1)") == 1
@@ -55,15 +55,15 @@ def test_a_sentence_has_what_the_gpu_reports() -> None:
     gpus[3] = GpuState(clock=1.2e9, throttles=("thermal",))
     found = sentence(SlowRank("compute", (3,), 20, 12, 0.15, (("BW", 1, 0.16),)), (), gpus)
     assert found == (
-        "rank 3 computes 15.0 % longer than its peers since step 12: BW of stage 1 +16%, throttled (thermal), "
+        "rank 3 computes 15 % longer than its peers since step 12: BW of stage 1 +16 %, throttled (thermal), "
         "its clock is 1200 MHz, that of others 1700 MHz"
     )
     starved = sentence(SlowRank("starved", (3,), 20, 12, 0.52), (), gpus)
     assert starved == (
-        "rank 3 is ready to run, and waits for a core 52.0 % of a step's compute longer than others since step 12: "
+        "rank 3 is ready to run, and waits for a core 52 % of a step's compute longer than others since step 12: "
         "its host is busy with other processes"
     )
     over = sentence(SlowRank("starved", (3,), 30, 12, 0.52, over=True), (), gpus)
     assert over == "the host of rank 3 is no longer busy with other processes"
     link = sentence(SlowRank("link", (0, 1), 20, 12, 0.15), (), {})
-    assert link == "transfers from rank 0 to rank 1 take 15.0 % of a step's compute longer than others since step 12"
+    assert link == "transfers from rank 0 to rank 1 take 15 % of a step's compute longer than others since step 12"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,10 @@ def test_activations_are_saved_from_the_forward_of_a_unit_to_its_backward() -> N
 
 
 def test_plan_writes_the_page(pentad: Pentad, tmp_path: Path) -> None:
-    status, _, _ = pentad("plan", "--device", "cuda", "--html", "memory.html")
+    status, _, _ = pentad("plan", "mesh.dp=2", "--device", "cuda", "--html", "memory.html")
     page = (tmp_path / "memory.html").read_text()
     assert status == 0 and page.count("<script") == 2 and "quickstart: memory over a step" in page
+    fullest = re.search(r"<dd>(\d+) \(dp0 pp(\d)\), ", page)
+    assert fullest and int(fullest[1]) == 2 * int(fullest[2]) and f'"pp":{fullest[2]},' in page
     status, _, err = pentad("plan", "--device", "cuda", "--html", "nowhere/memory.html")
     assert (status, err.count("\n")) == (1, 1) and "--html is 'nowhere/memory.html'" in err

@@ -304,6 +304,17 @@ def test_a_large_mesh_shows_some_ranks_and_the_number_of_others() -> None:
     assert "and 32 more" in shown(screen)
 
 
+def test_a_large_mesh_shows_the_memory_of_every_pipeline_rank_and_names_the_rows_of_the_step_after_them() -> None:
+    plan, costs, _ = planned("mesh.dp=16", "batch.global_batch_size=128")
+    screen = console(terminal=False)
+    print_plan(screen, plan, costs)
+    text = shown(screen)
+    assert re.findall(r"^ +(\d+-\d+) +(pp\d) .*MiB", text, re.M) == [
+        (f"{16 * pp}-{16 * pp + 15}", f"pp{pp}") for pp in range(plan.mesh.pp)
+    ]
+    assert re.findall(r"^ (pp\d) [\[FBW.]", text, re.M) == [f"pp{pp}" for pp in range(plan.mesh.pp)]
+
+
 def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     plan, costs, placements = planned()

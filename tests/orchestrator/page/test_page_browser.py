@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -130,6 +131,20 @@ def test_curves_are_read_by_keys(tab: Browser, run: PageRun) -> None:
     assert loads.split() == ["layer", "1", "0", "to", "3", "layer", "2", "1", "to", "1"]
 
 
+def test_a_spike_leaves_the_figure_and_the_other_values_fill_it(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path) as spiked:
+        for step in range(60):
+            row = {"step": step, "loss": 2.0, "grad_norm": 90.0 if step == 39 else 1 + step % 2 / 2}
+            spiked.data.on_steps([row], [])
+        opened(tab, spiked)
+        about = tab.until("document.querySelector('#chart-grad_norm .soft')?.textContent")
+        assert about == "before clipping, up to 90 in step 39"
+        labels = "[...document.querySelectorAll('#chart-grad_norm text')].map((text) => Number(text.textContent))"
+        assert max(found for found in tab.value(labels) if found) < 3
+        inside = "document.querySelector('#chart-grad_norm .line').getBBox().y"
+        assert tab.value(inside) >= 10
+
+
 def test_names_of_the_run_stay_text(tab: Browser, run: PageRun) -> None:
     run.bus.update(verdict=HOSTILE)
     opened(tab, run)
@@ -145,9 +160,13 @@ def test_what_is_read_stays_while_nothing_changes(tab: Browser, run: PageRun) ->
     tab.value("document.querySelector('.tile[data-rank=\"0\"]').click()")
     tab.until("document.querySelector('#panel h3').textContent.startsWith('Rank 0')")
     tab.value("document.querySelector('#panel h3').dataset.read = 'here'")
+    run.bus.update(endpoints=run.bus.view.endpoints | {"dashboard": "http://10.0.0.1:8265"})
+    tab.until("!!document.querySelector('#facts a')")
+    tab.value("document.querySelector('#facts a').focus()")
     tab.value("globalThis.answers = 0; globalThis.ask = fetch; fetch = (...all) => (answers++, ask(...all))")
     tab.until("answers >= 3")
     assert tab.value("document.querySelector('#panel h3').dataset.read") == "here"
+    assert tab.value("document.activeElement.textContent") == "dashboard"
 
 
 def test_groups_of_four_axes_are_chosen_on_a_phone(tab: Browser, tmp_path: Path) -> None:
@@ -166,12 +185,27 @@ def test_groups_of_four_axes_are_chosen_on_a_phone(tab: Browser, tmp_path: Path)
         assert "Rank 14, pp1 dp1 tp0 cp1" in tab.value("document.getElementById('panel').innerText")
 
 
+def test_many_replicas_leave_the_curves_in_sight(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path, "mesh.dp=64", "batch.global_batch_size=512") as wide:
+        tab.look(1300)
+        tab.open(f"{wide.served.url}?token={TOKEN}")
+        tab.until("document.querySelectorAll('.tile').length === 128")
+        assert tab.value("document.getElementById('ranks').getBoundingClientRect().height / innerHeight") < 0.95
+        wide.bus.rank_lost(5)
+        tab.until("document.querySelector('.tile[data-rank=\"5\"]').dataset.state === 'lost'")
+        assert tab.value("document.getElementById('mesh-name').textContent").endswith(", 128 in all, 1 lost")
+        colour = "getComputedStyle(document.querySelector('.tile[data-rank=\"{}\"]')).backgroundColor"
+        assert tab.value(colour.format(5)) != tab.value(colour.format(6)) and tab.value(CONTRAST) == []
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1300])
 def test_it_fits_and_is_legible(tab: Browser, run: PageRun, width: int, dark: bool) -> None:
     opened(tab, run, width, dark=dark)
     tab.value("document.getElementById('memory-button').click()")
     tab.until("document.getElementById('memory').contentDocument?.querySelectorAll('#ranks section').length")
+    empty = "(frame) => frame.clientHeight - frame.contentDocument.body.offsetHeight"
+    tab.until(f"({empty})(document.getElementById('memory')) <= 2")
     for chosen in ("null", "3"):
         tab.value(f"document.querySelector('[data-rank=\"{chosen}\"]')?.click()")
         assert tab.value("document.documentElement.scrollWidth - innerWidth") <= 0
@@ -184,9 +218,48 @@ def test_it_fits_and_is_legible(tab: Browser, run: PageRun, width: int, dark: bo
 
 def test_it_says_so_when_the_driver_is_gone(tab: Browser, tmp_path: Path) -> None:
     with page_run(tmp_path) as gone:
+        gone.bus.set_state("running")
+        gone.run(0)
         opened(tab, gone)
+        tab.until("document.getElementById('facts').textContent.includes('time left')")
+    tab.until("document.getElementById('state').textContent === 'was running'")
+    assert "time left" not in tab.value("document.getElementById('facts').textContent")
+    assert "has not answered since" in tab.value("document.getElementById('connection').textContent")
+
+
+def test_an_open_page_learns_how_the_run_has_ended(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path) as ending:
+        opened(tab, ending)
         tab.until("document.getElementById('connection').textContent === 'live'")
-    tab.until("document.getElementById('connection').textContent.startsWith('the run\\'s driver does not answer')")
+        ending.bus.update(verdict="rank 3 is slow")
+        tab.until("!document.getElementById('verdict').hidden")
+        ending.bus.set_state("finished")
+    tab.until("document.getElementById('state').textContent === 'finished'")
+    assert tab.value("document.getElementById('verdict').hidden")
+    assert tab.value("document.getElementById('connection').textContent") == ""
+    tab.value("document.getElementById('memory-button').click()")
+    tab.until("document.getElementById('connection').textContent.includes('`pentad page trial` shows the rest')")
+    assert tab.value("document.getElementById('memory').hidden")
+
+
+def test_an_open_page_says_why_the_run_has_failed(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path) as failing:
+        opened(tab, failing)
+        failing.bus.record("failure", error="rank 1 has no memory left")
+        failing.bus.set_state("failed")
+        assert tab.until("document.getElementById('verdict').textContent") == "rank 1 has no memory left"
+
+
+def test_events_are_in_words_below_their_days(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path) as old:
+        phases = {"detect": 0.5, "fence": 0.041, "load": 1.8}
+        now = time.time()
+        old.data.on_event({"time": now - 86_400, "event": "lost", "rank": 1, "fault": "killed", "cause": "it died"})
+        old.data.on_event({"time": now, "event": "recovered", "seconds": phases, "mesh": "dp2", "spares": []})
+        opened(tab, old)
+        events = "[...document.querySelectorAll('#events li')].map((line) => line.lastChild.textContent)"
+        recovered, day, lost = tab.until(f"{events}.length === 3 && {events}")
+    assert (recovered, lost) == ("took 2.3 s, mesh dp2", "it died") and str(time.localtime(now - 86_400).tm_mday) in day
 
 
 def test_a_run_that_has_ended_is_shown_from_its_files(tab: Browser, tmp_path: Path) -> None:

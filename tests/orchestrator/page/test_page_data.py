@@ -143,3 +143,13 @@ def test_figures_of_many_spans_are_drawn_in_another_process(tmp_path: Path) -> N
         assert run.data.timeline_html() == page and rank_times_svg(times, plan.mesh, "") == figure != ""
         print(f"here {here - began:.3f} s, {time.process_time() - here:.3f} s with a process")
         assert time.process_time() - here < 0.5 * (here - began)
+
+
+def test_the_time_left_is_that_of_the_last_steps_while_the_run_continues(run: PageRun) -> None:
+    assert run.data.state()["seconds_left"] is None and run.data.state()["newest"] is None
+    run.bus.set_state("running")
+    run.run(0, 1, 2)  # of a second each, of 40
+    found = run.data.state()
+    assert found["seconds_left"] == 37.0 and found["newest"]["step_seconds"] == found["newest"]["bubble_planned"] == 1.0
+    run.bus.set_state("paused")
+    assert run.data.state()["seconds_left"] is None

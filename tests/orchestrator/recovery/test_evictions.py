@@ -50,7 +50,7 @@ def test_a_slow_rank_moves_to_a_spare_node_and_no_step_is_lost(
     assert run.fake.members()[:3] == run.before[:3]
     (event,) = run.events("evicted")
     assert (event["ranks"], event["moved"], event["excess"], event["target"]) == ([3], [3], 0.2, "node2")
-    assert event["evidence"] == [["F", 0, 0.2]] and "computes 20.0 % longer than its peers" in event["sentence"]
+    assert event["evidence"] == [["F", 0, 0.2]] and "computes 20 % longer than its peers" in event["sentence"]
     assert [(row["rank"], row["fault"], row["detector"]) for row in run.events("lost")] == [(3, "slow", "times")]
 
 

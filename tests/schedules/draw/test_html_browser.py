@@ -326,3 +326,15 @@ def test_the_best_trial_is_in_the_map_and_an_axis_selects(browse: Browse, width:
 @pytest.mark.parametrize("row", [PRUNED, ROWS[0]])
 def test_a_sweep_of_one_trial_is_drawn(browse: Browse, row: dict) -> None:
     assert browse(sweep_of(row), SEEN)["all"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_names_and_values_of_all_axes_of_a_sweep_are_whole(browse: Browse, width: int) -> None:
+    cut = """
+    const frame = document.querySelector("#lines svg").getBoundingClientRect();
+    const isCut = (box) => box.left < frame.left || box.right > frame.right + 0.5;
+    const cut = [...document.querySelectorAll("#lines text")].filter((text) => isCut(text.getBoundingClientRect()));
+    return { cut: cut.map((text) => text.textContent) };
+    """
+    assert browse(sweep_of(*(row | {"device": "cpu"} for row in ROWS)), cut, width=width)["cut"] == []

@@ -87,6 +87,7 @@ def test_the_strip_has_the_shares_of_the_tokens_and_changes_are_marked() -> None
     (mark,) = (e.get("d", "") for e in ElementTree.fromstring(text).iter(f"{SVG}path") if e.get("class") == "change")
     assert float(mark[1:].split()[0]) == pytest.approx(place(numbers(text, "middle"), 5), abs=0.11)
     assert "the mixture changes" in text and "share of the training tokens" in text
+    assert "share of" not in svg_losses(curves, title="t", of_one_run=False)
 
 
 def test_one_corpus_has_no_strip_and_any_name_is_valid_xml() -> None:

@@ -59,7 +59,7 @@ function draw(rank) {
   const x = (time) => +(((time - first) / (last - first || 1)) * WIDTH).toFixed(1);
   const y = (size) => +(HEIGHT - (size / top) * HEIGHT).toFixed(1);
   const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 });
-  svg.setAttribute("aria-label", `memory of rank ${rank.rank}: at most ${bytes(rank.peak)}`);
+  svg.setAttribute("aria-label", `memory of the ranks of pp${rank.pp}: at most ${bytes(rank.peak)}`);
   let low = rank.time.map(() => 0);
   for (const layer of layers) {
     const high = low.map((value, i) => value + layer.sizes[i]);
@@ -105,7 +105,7 @@ function draw(rank) {
     if (event.key === "Escape") hide(cursor);
   });
   const peak = element("b", { className: rank.peak > limit ? "over" : "" }, bytes(rank.peak));
-  const heading = element("header", {}, element("h2", {}, `Rank ${rank.rank}`), element("span", {}, "at most ", peak));
+  const heading = element("header", {}, element("h2", {}, `pp${rank.pp}`), element("span", {}, "at most ", peak));
   const axis = element("div", { className: "time" }, ...[0, 0.5, 1].map((part) => element("span", {}, duration(part * (last - first)))));
   return element("section", {}, heading, element("div", { className: "plot" }, labels, svg, axis));
 }

@@ -21,10 +21,7 @@ const shape = (name, attributes, ...children) => {
   made.append(...children);
   return made;
 };
-const count = (value) => {
-  for (const [unit, name] of [[1e9, " B"], [1e6, " M"], [1e3, " k"]]) if (value >= unit) return `${+(value / unit).toPrecision(3)}${name}`;
-  return `${+value.toPrecision(3)}`;
-};
+const whole = (value) => Math.round(value).toLocaleString("en");
 const duration = (seconds) => (seconds == null ? "" : seconds < 1 ? `${+(seconds * 1e3).toPrecision(3)} ms` : `${+seconds.toPrecision(3)} s`);
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const bytes = (size) => (size >= 2 ** 30 ? `${(size / 2 ** 30).toFixed(1)} GiB` : `${(size / 2 ** 20).toFixed(0)} MiB`);
@@ -38,10 +35,10 @@ const models = [...new Set(known.map((trial) => trial.model))];
 // Of one model a trial is as good as its tokens/s; those of several are not to be compared.
 const byMfu = hasMfu && models.length > 1;
 const pace = (trial) => (byMfu ? trial.mfu : trial.tokens_per_second);
-const paceText = (value) => (byMfu ? percent(value) : count(value));
+const paceText = (value) => (byMfu ? percent(value) : whole(value));
 measured.sort((a, b) => pace(b) - pace(a));
 const score = (trial) => (hasMfu ? trial.mfu : trial.tokens_per_second / trial.ranks);
-const scoreText = (trial) => (hasMfu ? percent(trial.mfu) : `${count(score(trial))} tokens/s`);
+const scoreText = (trial) => (hasMfu ? percent(trial.mfu) : `${whole(score(trial))} tokens/s`);
 const paces = measured.map(pace);
 const [slowest, fastest] = [Math.min(...paces), Math.max(...paces)];
 
@@ -114,7 +111,8 @@ function lines() {
   const width = byId("lines").clientWidth;
   const down = innerWidth < NARROW;
   const [start, end] = down ? [18, width - 18] : [34, 340];
-  const left = axes[0].values ? 20 + 6.6 * Math.max(...axes[0].values.map((value) => textOf(value).length)) : 20;
+  const first = axes[0].values?.map((value) => 20 + 6.6 * textOf(value).length) ?? [];
+  const left = Math.max(20, 4 + 3.8 * axes[0].name.length, ...first); // its name is in bold, across the axis
   const gap = down ? 66 : Math.min(210, (width - left - 80) / Math.max(1, axes.length - 1));
   const at = (number) => (down ? 40 + number * gap : left + number * gap);
   const height = down ? at(axes.length - 1) + 34 : 352;
@@ -158,7 +156,7 @@ function axisOf(svg, axis, number, { down, along, at, start, end, point, width }
   const text = (content, x, y, name, anchor) => svg.append(shape("text", { x, y, class: name, "text-anchor": anchor }, content));
   const last = number === axes.length - 1;
   if (down) text(axis.name, start - 8, at(number) - 22, "name", "start");
-  else text(axis.name, at(number), 16, "name", last ? "start" : number ? "middle" : "end");
+  else text(axis.name, at(number), 16, "name", last ? "start" : "middle");
   const value = (content, part) => {
     const [x, y] = point(number, part);
     if (down) text(content, Math.max(start, Math.min(x, width - 16)), last ? y + 16 : y - 7, "value", part > 0.9 ? "end" : part < 0.06 ? "start" : "middle");
@@ -256,7 +254,7 @@ function tip(trial, { clientX, clientY }) {
   point(trial);
   const facts = [`${TEXTS[trial.outcome]}${trial.cause ? `: ${trial.cause}` : ""}`];
   if (trial.tokens_per_second) {
-    facts[0] = `${count(trial.tokens_per_second)} tokens/s${trial.mfu == null ? "" : `, ${percent(trial.mfu)} MFU`}`;
+    facts[0] = `${whole(trial.tokens_per_second)} tokens/s${trial.mfu == null ? "" : `, ${percent(trial.mfu)} MFU`}`;
     facts.push(`${duration(trial.step_seconds)} a step, predicted ${duration(trial.predicted_seconds)}`);
     if (trial.peak_bytes) facts.push(`${bytes(trial.peak_bytes)} on the fullest rank, predicted ${bytes(trial.predicted_bytes)}`);
   }
@@ -279,7 +277,7 @@ function table() {
     const name = element("td", {}, mark, trial.layout || trial.settings || trial.command);
     const isMeasured = trial.outcome === "measured";
     const figures = [
-      number(isMeasured ? count(trial.tokens_per_second) : "", "tokens/s"),
+      number(isMeasured ? whole(trial.tokens_per_second) : "", "tokens/s"),
       number(isMeasured ? percent(pace(trial) / fastest) : "", "of the best"),
       ...(hasMfu ? [number(trial.mfu == null ? "" : percent(trial.mfu), "MFU")] : []),
       number(duration(trial.step_seconds), "a step"),
