@@ -132,6 +132,15 @@ class RunFiles:
             if self.refusal is not None:
                 raise self.refusal
 
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Before steps are done nobody waits for a disk that refuses what is recorded: nothing is lost yet. At the end
+        of the block the disk has taken all. Raises PentadError if it does not."""
+        self.is_given_up = True
+        yield
+        self.flush(SETTLE_SECONDS)
+        self.is_given_up = False
+
     def sync(self) -> None:
         """Has the disk keep what was recorded, while others append. Waits for as long as it takes; raises PentadError
         if the disk refuses it."""
