@@ -124,7 +124,8 @@ def test_readers_of_a_table_keep_theirs_when_it_is_made_again(tmp_path: Path) ->
 
 def test_a_disk_that_keeps_no_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = corpus_of(tmp_path / "c", [4, 3])
-    monkeypatch.setattr(packing, "crc32", lambda _, calls=iter(range(9)): next(calls))
+    calls = iter(range(9))
+    monkeypatch.setattr(packing, "crc32", lambda _: next(calls))
     with pytest.raises(PentadError, match=r"^data.cache is '.*cache', which has another packed-8-\w+ than was written"):
         Packs(corpus, LENGTH, tmp_path / "cache")
 
