@@ -109,6 +109,46 @@ def test_a_key_with_dashes_is_shown_without(words, capsys):
     assert capsys.readouterr().err == f"pentad: No such option: --optimizer.learning_rate; {hint}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train", "--learning-rate=3e-4"], "optimizer.learning_rate"),
+        (["train", "--batch-size", "4"], "batch.global_batch_size"),
+        (["plan", "--dp", "4"], "mesh.dp"),
+        (["doctor", "--cluster.device=cpu"], "cluster.device"),
+    ],
+)
+def test_a_key_that_is_given_as_an_option_is_named(words, key, capsys):
+    assert main(words) == 2
+    hint = f"keys are set without dashes: {key}=VALUE (see `pentad {words[0]} --help`)"
+    option = words[-2 + ("=" in words[-1])].partition("=")[0]
+    assert capsys.readouterr().err == f"pentad: No such option: {option}; {hint}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "sentence"),
+    [
+        ("plan", "--gpu 8", "No such option: --gpu (Possible options: --gpus)"),
+        ("timeline", "first --html", "Option '--html' requires an argument: --html <path>"),
+        ("data build", "a b --vocab", "Option '--vocab' requires an argument: --vocab <int>"),
+        ("train", "--json=1", "Option '--json' does not take a value"),
+        ("train", "--wholly-unknown", "No such option: --wholly-unknown"),
+        ("runs", "--batch-size", "No such option: --batch-size"),
+        ("train", "--lr 1", "No such option: --lr; keys have no dashes: did you mean optimizer.learning_rate=VALUE?"),
+        ("plan", "--mesh.tpp 1", "No such option: --mesh.tpp; keys have no dashes: did you mean mesh.tp=VALUE?"),
+    ],
+)
+def test_a_wrong_option_is_named_with_what_is_right(command, words, sentence, capsys):
+    assert main([*command.split(), *words.split()]) == 2
+    assert capsys.readouterr().err == f"pentad: {sentence} (see `pentad {command} --help`)\n"
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["data", "build"]])
+def test_help_has_a_short_option(words, capsys):
+    assert main([*words, "-h"]) == 0
+    assert f"Usage: {' '.join(['pentad', *words])}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "empty"])
 def test_a_damaged_corpus_is_reported(damage, refused, corpus, tmp_path):
     copied(corpus, tmp_path)
