@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.regular_files import MOST_JSON, regular_file
+from pentad.schedules.ir.regular_files import MOST_JSON, expanded, regular_file
 from pentad.workers.checkpoint.atomic_io import free_bytes
 from pentad.workers.checkpoint.checkpoint import MANIFEST, unreadable
 from pentad.workers.checkpoint.location import Location, RemotePath, location
@@ -23,7 +23,7 @@ _copies: list[TemporaryDirectory[str]] = []  # until the process ends
 
 
 def path_of(config: RunConfig) -> Path:
-    return Path(config.run.folder).expanduser() / config.run.name
+    return expanded(config.run.folder) / config.run.name
 
 
 def checkpoints_of(config: RunConfig) -> Location:

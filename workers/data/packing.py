@@ -19,6 +19,7 @@ from zlib import crc32
 import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import expanded
 from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.samples import TokenSpan
@@ -110,7 +111,7 @@ def _file(corpus: Corpus, length: int, cache: Path) -> Path:
     key = hashlib.sha256(
         f"{VERSION}/{corpus.fingerprint}/{corpus.tokens}/{length}/{RUN_POSITIONS}".encode()
     ).hexdigest()
-    return cache.expanduser() / f"packed-{length}-{key[:16]}"
+    return expanded(cache) / f"packed-{length}-{key[:16]}"
 
 
 def _read(file: Path) -> list[np.ndarray] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import shutil
 import socket
 from dataclasses import replace
@@ -147,6 +148,26 @@ def test_a_wrong_option_is_named_with_what_is_right(command, words, sentence, ca
 def test_help_has_a_short_option(words, capsys):
     assert main([*words, "-h"]) == 0
     assert f"Usage: {' '.join(['pentad', *words])}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "expected"),
+    [
+        (["plan"], "~/.cache/pentad", "a path without ~, or HOME to be set"),
+        (["train", "data.path=~nobody-here/corpus"], "~nobody-here/corpus", "a path without ~"),
+        (["train", "run.folder=~nobody-here"], "~nobody-here", "a path without ~"),
+        (["data", "build", "~nobody-here/text", "out"], "~nobody-here/text", "a path without ~"),
+        (["checkpoint", "list", "~nobody-here/run"], "~nobody-here/run", "a path without ~"),
+    ],
+)
+def test_a_home_folder_that_is_not_known_is_named(words, path, expected, refused, monkeypatch):
+    """As of users whose containers have no entry for them."""
+    if path.startswith("~/"):
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    home = path.partition("/")[0]
+    sentence = f"'{path}' is in {home}, a home folder that is not known: expected {expected}"
+    assert refused(*words, files=0) == f"pentad: {sentence}\n"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "empty"])
