@@ -19,6 +19,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.regular_files import regular_file
 from pentad.workers.checkpoint.atomic_io import free_bytes
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MOST_OF_LINE = 1 << 27  # bytes: a place event of 65,536 ranks has some 8 MB
 
 
@@ -106,7 +107,8 @@ def reported(path: Path, verb: str = "written") -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         reason += f", {free_bytes(path)} bytes free" if error.errno == errno.ENOSPC else ""
-        raise PentadError(f"{path} cannot be {verb} ({reason}): expected a run.folder with room") from None
+        expected = "run.folder with room" if error.errno in _FULL else f"file that can be {verb}"
+        raise PentadError(f"{path} cannot be {verb} ({reason}): expected a {expected}") from None
 
 
 def _check_length(line: bytes, where: str) -> None:

@@ -177,6 +177,10 @@ def test_a_full_disk_is_named_with_the_bytes_that_are_free(tmp_path: Path, monke
     with pytest.raises(PentadError) as caught, reported(file):
         raise OSError(errno.ENOSPC, "")
     assert str(caught.value) == said
+    for verb in ("read", "written"):
+        said = rf"cannot be {verb} \(Permission denied\): expected a file that can be {verb}$"
+        with pytest.raises(PentadError, match=said), reported(file, verb):
+            raise OSError(errno.EACCES, "")
 
 
 def _leave_free(monkeypatch: pytest.MonkeyPatch, free: int, total: int = 2**30) -> None:
