@@ -230,7 +230,8 @@ class RunFiles:
         """Not to a file that is gone or another one: where a file system was mounted, a new folder may be by now."""
         path = change.path
         if (found := size_of(path)) < (left := self.sizes.get(path, 0)):
-            raise PentadError(f"{path} has {found} bytes: expected the {left} that were written to it")
+            fault = f"has {found} bytes" if path.exists() else "is gone"
+            raise PentadError(f"{path} {fault}: expected the {left} bytes that were written to it")
         change.do()
         if change.lines or path in self.sizes:
             self.sizes[path] = size_of(path)
