@@ -14,6 +14,7 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -27,8 +28,8 @@ from pentad.workers.data.storage import writing
 
 RUN_POSITIONS = 2**22  # packed together; at least this many, so that sequences are nearly full
 VERSION = 2
-HEAD = np.dtype("<i8")  # of the three numbers
-ARRAYS = np.dtype("<i8"), np.dtype("<i8"), np.dtype("<i4")  # first span of each sequence, starts and sizes of spans
+HEAD: np.dtype[Any] = np.dtype("<i8")  # of the three numbers
+ARRAYS = HEAD, HEAD, np.dtype[Any]("<i4")  # the first span of each sequence, and the starts and sizes of spans
 
 
 class Packs:
@@ -124,7 +125,7 @@ def _read(file: Path) -> list[np.ndarray] | None:
         fault = f"has {file.name}, which cannot be read ({error.strerror or error})"
         raise PentadError(f"data.cache {fault}: expected a table, which is made again if you remove that") from None
     start = 3 * HEAD.itemsize
-    if len(content) < start or int(content[: HEAD.itemsize].view(HEAD)[0]) != crc32(content[HEAD.itemsize :]):
+    if len(content) < start or int(content[: HEAD.itemsize].view(HEAD)[0]) != crc32(content[HEAD.itemsize :].data):
         return None
     spans, sequences = content[HEAD.itemsize : start].view(HEAD).tolist()
     arrays = []
