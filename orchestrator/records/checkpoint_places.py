@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -93,6 +94,15 @@ def check_store(config: RunConfig) -> str | None:
         return None
     shown = root.public if isinstance(root, RemotePath) else root
     return f"{shown} cannot refuse a second writer of a checkpoint: no other run may write there"
+
+
+def check_folder(config: RunConfig) -> None:
+    """Raises PentadError if the folder of a run cannot be one."""
+    path = path_of(config).absolute()
+    nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not nearest.is_dir():
+        fault = f"run.folder is '{config.run.folder}', where {nearest} is no folder"
+        raise PentadError(f"{fault}: expected a folder of your own")
 
 
 def check_room(config: RunConfig, checkpoint_bytes: int) -> str | None:

@@ -17,9 +17,8 @@ from typing import Any
 from pentad.orchestrator.records.json_rows import checked_row
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.regular_files import regular_file
-from pentad.workers.checkpoint.atomic_io import free_bytes
+from pentad.workers.checkpoint.atomic_io import FULL, free_bytes
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MOST_OF_LINE = 1 << 27  # bytes: a place event of 65,536 ranks has some 8 MB
 
 
@@ -107,7 +106,7 @@ def reported(path: Path, verb: str = "written") -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         reason += f", {free_bytes(path)} bytes free" if error.errno == errno.ENOSPC else ""
-        expected = "run.folder with room" if error.errno in _FULL else f"file that can be {verb}"
+        expected = "run.folder with room" if error.errno in FULL else f"file that can be {verb}"
         raise PentadError(f"{path} cannot be {verb} ({reason}): expected a {expected}") from None
 
 

@@ -26,7 +26,13 @@ from pentad.orchestrator.planning.estimate import checkpoint_bytes
 from pentad.orchestrator.planning.fit import require_free_memory
 from pentad.orchestrator.planning.numerics import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan, with_inputs_of
-from pentad.orchestrator.records.checkpoint_places import check_room, check_store, checkpoints_of, path_of
+from pentad.orchestrator.records.checkpoint_places import (
+    check_folder,
+    check_room,
+    check_store,
+    checkpoints_of,
+    path_of,
+)
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.init_from import origin_of, start_notes, with_base
 from pentad.orchestrator.run.interrupts import Interrupts, OnStep, StepCallback
@@ -112,6 +118,7 @@ def train(
     """
     display = display or Display(Console(quiet=True), config.run.name, config.run.steps)
     plan = plan or _plan_to_train(config)
+    check_folder(config)
     check_not_live(config)
     if note := check_store(config):
         display.note(note)

@@ -22,6 +22,7 @@ from pentad.workers.checkpoint.checksums import Checksums, Written
 
 CHUNK = 4 << 20  # bytes hashed at a time
 BLOCK = 16 << 20  # and written
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk, a quota or a limit without room answers
 DIRECT = getattr(os, "O_DIRECT", 0)
 
 

@@ -144,6 +144,22 @@ def test_a_wrong_option_is_named_with_what_is_right(command, words, sentence, ca
     assert capsys.readouterr().err == f"pentad: {sentence} (see `pentad {command} --help`)\n"
 
 
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("file", ", where {0}/file is no folder: expected a folder of your own"),
+        ("file/runs", ", where {0}/file is no folder: expected a folder of your own"),
+        ("loop", ", where {0}/loop is no folder: expected a folder of your own"),
+        ("s3://bucket/runs", ": expected a folder of a file system (checkpoint.path may be in a store)"),
+    ],
+)
+def test_a_run_folder_that_can_be_none_is_named(folder, said, refused, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    sentence = f"run.folder is '{folder}'{said.format(tmp_path)}"
+    assert refused("train", f"run.folder={folder}", files=2) == f"pentad: {sentence}\n"
+
+
 @pytest.mark.parametrize("words", [[], ["train"], ["data", "build"]])
 def test_help_has_a_short_option(words, capsys):
     assert main([*words, "-h"]) == 0
