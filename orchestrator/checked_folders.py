@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.regular_files import MOST_JSON, regular_file
+from pentad.schedules.ir.regular_files import MOST_JSON, expanded, regular_file
 
 DCP_METADATA = ".metadata"
 _SMALL = (".json", ".crc32", ".jinja", ".py", ".txt")
@@ -30,4 +30,4 @@ def check_corpora(paths: Iterable[str]) -> None:
     """Raises PentadError for a corpus on this machine with such files."""
     for path in paths:
         if "://" not in path and not path.startswith("builtin:"):
-            checked_folder(Path(path).expanduser())
+            checked_folder(expanded(path))

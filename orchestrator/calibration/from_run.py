@@ -12,6 +12,7 @@ from pentad.orchestrator.records.checkpoint_places import saved_config
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.diagnosis.slow_ranks import WARM_UP
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import expanded
 
 
 def refined_by(run: str) -> tuple[Refined, Path]:
@@ -20,7 +21,7 @@ def refined_by(run: str) -> tuple[Refined, Path]:
     page = EndedRun(folder)
     plan, given = page.bus.folder.plan, saved_config(folder).cluster.rates
     gpu = CPU if plan.device == "cpu" else plan.gpu
-    path = place_of(gpu) if given in ("auto", "builtin") else Path(given).expanduser()
+    path = place_of(gpu) if given in ("auto", "builtin") else expanded(given)
     if not path.exists():
         raise PentadError(
             f"RUN is '{run}', of {gpu}, which has no table of rates: expected {path} (`pentad calibrate`)"

@@ -34,13 +34,16 @@ from pentad.orchestrator.cli.commands.pictures import curves, page, timeline
 from pentad.orchestrator.cli.commands.plan import plan
 from pentad.orchestrator.cli.commands.sweep import sweep
 from pentad.orchestrator.cli.commands.verify import verify
+from pentad.orchestrator.cli.usage_errors import usage_sentence
 from pentad.schedules.ir.errors import PentadError, ScheduleError, printable, shortened
 
 # ClickException, the base of all usage errors; typer bundles click but does not export it.
 _ClickException: Any = typer.BadParameter.__mro__[2]
 _INTERRUPTED = 130  # which some versions of typer return for a KeyboardInterrupt; others raise Abort
 
-app = typer.Typer(pretty_exceptions_enable=False, no_args_is_help=True)
+app = typer.Typer(
+    pretty_exceptions_enable=False, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
 app.add_typer(data, name="data")
 app.add_typer(checkpoint, name="checkpoint")
 _began = time.monotonic()  # of the command
@@ -66,14 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
         sentence, _, grid = str(error).partition("\n")
         return _fail(sentence, 1, grid)
     except _ClickException as error:
-        path = getattr(getattr(error, "ctx", None), "command_path", "pentad")
-        sentence = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words
-        if not sentence:  # of a command without its verb, whose help has been printed
-            return 2
-        option = getattr(error, "option_name", "")
-        if "." in option:
-            sentence += f"; keys are set without dashes: {option.lstrip('-')}=VALUE"
-        return _fail(f"{sentence} (see `{path} --help`)", 2)
+        words = sys.argv[1:] if arguments is None else arguments
+        return _fail(usage_sentence(error, typer.main.get_command(app), words), 2)
     except typer.Abort:
         return _fail("interrupted", _INTERRUPTED)
     except OSError as error:

@@ -18,6 +18,7 @@ from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.records.run_lock import locked
 from pentad.orchestrator.recovery.retention import kept_steps
 from pentad.schedules.ir.errors import PentadError, printable
+from pentad.schedules.ir.regular_files import expanded
 from pentad.workers.checkpoint.checkpoint import has_manifest
 from pentad.workers.checkpoint.location import Location, location
 from pentad.workers.checkpoint.retention import CheckpointEntry, delete_checkpoint, listed, superseded, verified
@@ -84,7 +85,7 @@ def show_prune(run: str, *, dry_run: bool, as_json: bool) -> None:
 
 def _folder(run: str, root: Location) -> Path:
     """The folder of a run, or what describes the checkpoints under `root`."""
-    found = (path for path in (Path(run).expanduser(), Path("runs") / run) if (path / CONFIG).is_file())
+    found = (path for path in (expanded(run), Path("runs") / run) if (path / CONFIG).is_file())
     return next(found, None) or home_of(root / "any")
 
 

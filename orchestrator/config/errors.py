@@ -111,35 +111,57 @@ def sentences(error: ValidationError, config: type[BaseModel]) -> Iterator[str]:
 
 
 def unknown_key(key: str, config: type[BaseModel]) -> str:
-    """Names the nearest key: of the same section, of a section with a similar name, or of any if it is unambiguous."""
+    """Names the nearest key, else those that there are."""
     text = f"{key or repr(key)} is unknown"
-    known = {path: list(section["properties"]) for path, section in sections_of(config).items()}
+    if near := near_keys(key, config):
+        return f"{text}; did you mean {' or '.join(near)}?"
+    known = _names(config)
+    top = known.pop("")
+    if given := _section_of(key, known):
+        return f"{text}: expected one of {given}.{{{', '.join(known[given])}}}"
+    return f"{text}: expected a key in one of the sections {', '.join(top)}"
+
+
+def near_keys(key: str, config: type[BaseModel]) -> list[str]:
+    """The nearest key: of the same section, of a section with a similar name, or of any if it is unambiguous; or those
+    that a word without a section may mean."""
+    known = _names(config)
     top = known.pop("")
     if "." not in key and (places := _places(key, top, known)):
-        return f"{text}; did you mean {' or '.join(places)}?"
-    given = key.rpartition(".")[0]
-    known |= {given: known[item]} if (item := _in_any_place(given)) in known else {}
-    while given and given not in known:  # a key inside a value that is no section
-        given = given.rpartition(".")[0]
+        return places
+    given = _section_of(key, known)
     first, _, rest = key.partition(".")
     section, name = (given, key.removeprefix(f"{given}.")) if given else (nearest(first, top), rest)
     elsewhere = [f"{path}.{name or key}" for path, names in known.items() if (name or key) in names]
     if section and (near := nearest(name, known[section])):
-        return f"{text}; did you mean {section}.{near}?"
+        return [f"{section}.{near}"]
     if section and not given:
-        return f"{text}; did you mean {section}?"
-    if len(elsewhere) == 1:
-        return f"{text}; did you mean {elsewhere[0]}?"
-    if given:
-        return f"{text}: expected one of {given}.{{{', '.join(known[given])}}}"
-    return f"{text}: expected a key in one of the sections {', '.join(top)}"
+        return [section]
+    return elsewhere if len(elsewhere) == 1 else []
+
+
+def _names(config: type[BaseModel]) -> dict[str, list[str]]:
+    """The keys of each section, by its path; '' is the root."""
+    return {path: list(section["properties"]) for path, section in sections_of(config).items()}
+
+
+def _section_of(key: str, known: dict[str, list[str]]) -> str:
+    """The innermost section that a key is in, of those `known`, to which an item of a list is added; else ''."""
+    given = key.rpartition(".")[0]
+    known |= {given: known[item]} if (item := _in_any_place(given)) in known else {}
+    while given and given not in known:  # a key inside a value that is no section
+        given = given.rpartition(".")[0]
+    return given
 
 
 def _places(word: str, top: list[str], known: dict[str, list[str]]) -> list[str]:
     """Where a word without a section may belong: the nearest section, or all sections with the nearest key; those of
     lists only where no other has it."""
     near = nearest(word, dict.fromkeys([*top, *(name for names in known.values() for name in names)]))
-    places = [near] if near in top else [f"{path}.{near}" for path, names in known.items() if near in names]
+    if near in top:
+        inner = nearest(word, known.get(near, ())) if word != near else None
+        return [f"{near}.{inner}" if inner else near]
+    places = [f"{path}.{near}" for path, names in known.items() if near in names]
     return [place for place in places if "[]" not in place] or places
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from pentad.orchestrator.config.errors import has_control_characters, shown
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import expanded
 
 INCLUDE = "include"
 MOST_BYTES = 2**20
@@ -47,7 +48,7 @@ def with_includes(raw: Mapping[str, Any], path: Path, chain: tuple[Path, ...] = 
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for name in names:
-        included = path.parent / Path(name).expanduser()
+        included = path.parent / expanded(name)
         circle = [*chain, path, included]
         if os.path.realpath(included) in map(os.path.realpath, circle[:-1]):
             text = " -> ".join(map(str, circle))

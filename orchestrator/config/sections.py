@@ -84,6 +84,8 @@ class RunSection(Section):
                 yield Broken(name, "false without run.init_from")
         if self.init_from == self.name:
             yield Broken("init_from", "another run than run.name")
+        if "://" in self.folder:
+            yield Broken("folder", "a folder of a file system (checkpoint.path may be in a store)")
 
 
 class MeshSection(Section):

@@ -19,6 +19,7 @@ from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, evaluation_sta
 from pentad.orchestrator.monitoring.run_state import RunView
 from pentad.orchestrator.monitoring.runfolder import EVALUATIONS, JOURNAL, METRICS, PROGRAM, resolve_run, saved_config
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.records.run_lock import holder_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.regular_files import MOST_JSON, regular_file
@@ -133,8 +134,12 @@ def connect(run: str | Path) -> Client:
     return Client(folder, endpoint)
 
 
-def gone(folder: Path, address: str) -> NotLive:
+def gone(folder: Path, address: str) -> PentadError:
+    """NotLive, unless a process has the run that answers nothing there."""
     last = ended(folder)
+    if holder := holder_of(folder):
+        found = f"run {last['run']} does not answer at {address}, but process {holder} has it"
+        return PentadError(f"{found}: expected one that runs and is not stopped")
     found = f"run {last['run']} is not running any more (nothing answers at {address})"
     return NotLive(f"{found}, its last known step is {last['step']}: expected a live one", last)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import expanded
 from pentad.schedules.simulate.rates import KernelTimes, Rates
 
 CPU = "CPU"  # the name of ranks without a GPU
@@ -37,7 +38,7 @@ class RateTable(BaseModel):
 
 def place_of(gpu: str) -> Path:
     """Where the table of a GPU is in the user's cache folder."""
-    cache = Path(os.environ.get("PENTAD_CACHE") or "~/.cache/pentad").expanduser()
+    cache = expanded(os.environ.get("PENTAD_CACHE") or "~/.cache/pentad")
     return cache / "rates" / f"{gpu.replace(' ', '-').replace('/', '-')}.json"
 
 

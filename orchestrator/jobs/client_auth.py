@@ -73,7 +73,7 @@ def user_token() -> str:
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    path = Path(named or os.path.expanduser("~/.ray/auth_token"))
     try:
         return path.read_text().strip()
     except OSError as error:

@@ -15,6 +15,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.version import release
 from pentad.orchestrator.config.yaml_text import dump_yaml
 from pentad.schedules.catalogue import FILE_SUFFIXES
+from pentad.schedules.ir.regular_files import expanded
 
 FOLDERS = ("orchestrator", "workers", "schedules", "kernels")
 CONFIG = "job.yaml"
@@ -104,4 +105,4 @@ def metadata(config: RunConfig) -> dict[str, str]:
 
 
 def _absolute(path: str, here: Path) -> str:
-    return os.path.normpath(here / Path(path).expanduser())
+    return os.path.normpath(here / expanded(path))

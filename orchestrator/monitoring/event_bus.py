@@ -227,6 +227,8 @@ class EventBus:
     def watch_disk(self) -> None:
         """Says when the disk takes nothing of what is recorded, and when it has taken all of it again."""
         files, before = self.folder.files, self.disk_problem
+        if files.is_given_up and not before:  # an error says it
+            return
         self.disk_problem = files.problem() or (before if files.waiting else "")
         waited = self.most_waiting
         self.most_waiting = max(waited, len(files.waiting)) if self.disk_problem else 0

@@ -279,8 +279,15 @@ def state_bytes(plan: Plan) -> int:
 def snapshot_bytes(plan: Plan, rank: int) -> int:
     """Of master weights and moments that a rank stores in checkpoints: its equal part of what it and its replicas
     hold. Nothing is copied that is in host memory anyway."""
-    if plan.host_optimizer:
-        return 0
+    return 0 if plan.host_optimizer else _saved_bytes(plan, rank)
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """Of a checkpoint's files, but for what is small beside master weights and moments."""
+    return sum(_saved_bytes(plan, rank) for rank in range(plan.mesh.size))
+
+
+def _saved_bytes(plan: Plan, rank: int) -> int:
     return sum(
         (plan.zero_shard_size(shard) * wide_bytes(plan.dtype) + optimizer_bytes(plan, shard, rank))
         // (plan.num_holders(shard) // plan.num_zero_shards(shard))

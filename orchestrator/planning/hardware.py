@@ -17,6 +17,7 @@ from pentad.orchestrator.gpus.measured import MEASURED, measured_gpu
 from pentad.orchestrator.gpus.rate_table import CPU, place_of, read_rates, read_table
 from pentad.orchestrator.gpus.table import ASSUMED_GPU, GB, GPUS, Gpu
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import expanded
 from pentad.schedules.simulate.rates import HOST_ORDER, AttentionRates, ExpertRates, KernelTimes, Link, Links, Rates
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Experts, Scaling
@@ -115,7 +116,7 @@ def kernel_times(section: ClusterSection) -> tuple[KernelTimes, ...]:
 def _table_place(section: ClusterSection, gpu: str) -> tuple[Path, str] | None:
     """The file of a device's table, and what says so; None: the rates of its data sheet count."""
     if section.rates not in ("auto", "builtin"):
-        return Path(section.rates).expanduser(), "cluster.rates"
+        return expanded(section.rates), "cluster.rates"
     path = place_of(gpu)
     return None if section.rates == "builtin" or not path.exists() else (path, "cluster.rates is auto, which")
 

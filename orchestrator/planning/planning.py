@@ -35,6 +35,7 @@ from pentad.orchestrator.planning.numerics import fp8_spec, optimizer_spec, requ
 from pentad.schedules.compiler import compile_forward_only, compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
+from pentad.schedules.ir.regular_files import expanded
 from pentad.schedules.passes.units import place_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.data import DataSpec
@@ -372,7 +373,7 @@ def _place(path: str) -> str:
 
 
 def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+    return os.path.abspath(expanded(path))
 
 
 def transport_of(config: RunConfig, device: str, hosts: tuple[int, ...]) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.regular_files import MOST_JSON, regular_file
+from pentad.schedules.ir.regular_files import MOST_JSON, expanded, regular_file
+from pentad.workers.checkpoint.atomic_io import free_bytes
 from pentad.workers.checkpoint.checkpoint import MANIFEST, unreadable
 from pentad.workers.checkpoint.location import Location, RemotePath, location
 from pentad.workers.checkpoint.storage import read_bytes, storage_errors, storage_of
@@ -16,11 +19,12 @@ from pentad.workers.hf import kept_files
 from pentad.workers.hf.names import MODEL_FILE
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+RECORD_BYTES = 2**20  # of all but checkpoints that a short run writes
 _copies: list[TemporaryDirectory[str]] = []  # until the process ends
 
 
 def path_of(config: RunConfig) -> Path:
-    return Path(config.run.folder).expanduser() / config.run.name
+    return expanded(config.run.folder) / config.run.name
 
 
 def checkpoints_of(config: RunConfig) -> Location:
@@ -90,6 +94,29 @@ def check_store(config: RunConfig) -> str | None:
         return None
     shown = root.public if isinstance(root, RemotePath) else root
     return f"{shown} cannot refuse a second writer of a checkpoint: no other run may write there"
+
+
+def check_folder(config: RunConfig) -> None:
+    """Raises PentadError if the folder of a run cannot be one."""
+    path = path_of(config).absolute()
+    nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not nearest.is_dir():
+        fault = f"run.folder is '{config.run.folder}', where {nearest} is no folder"
+        raise PentadError(f"{fault}: expected a folder of your own")
+
+
+def check_room(config: RunConfig, checkpoint_bytes: int) -> str | None:
+    """Raises PentadError unless there is room for what a run records. Returns a note if there is none for a
+    checkpoint."""
+    root, size = checkpoints_of(config), format_bytes(checkpoint_bytes)
+    if (free := free_bytes(path_of(config))) < RECORD_BYTES:
+        fault = f"run.folder is '{config.run.folder}', whose disk has {format_bytes(free)} free"
+        records = f"{format_bytes(RECORD_BYTES)} for the run's records"
+        raise PentadError(f"{fault}: expected {records}, and room for checkpoints of {size}")
+    if (free := storage_of(root).free_bytes(root)) >= checkpoint_bytes + RECORD_BYTES:
+        return None
+    has = f"the disk of {root} has {format_bytes(free)} free"
+    return f"a checkpoint takes {size}, and {has}: none is saved without more room"
 
 
 def saved_config(path: Path) -> RunConfig:

@@ -3,6 +3,7 @@ sentence."""
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
@@ -16,6 +17,7 @@ from typing import Any
 from pentad.orchestrator.records.json_rows import checked_row
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.regular_files import regular_file
+from pentad.workers.checkpoint.atomic_io import FULL, free_bytes
 
 MOST_OF_LINE = 1 << 27  # bytes: a place event of 65,536 ranks has some 8 MB
 
@@ -103,7 +105,9 @@ def reported(path: Path, verb: str = "written") -> Iterator[None]:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise PentadError(f"{path} cannot be {verb} ({reason}): expected a run.folder with room") from None
+        reason += f", {free_bytes(path)} bytes free" if error.errno == errno.ENOSPC else ""
+        expected = "run.folder with room" if error.errno in FULL else f"file that can be {verb}"
+        raise PentadError(f"{path} cannot be {verb} ({reason}): expected a {expected}") from None
 
 
 def _check_length(line: bytes, where: str) -> None:

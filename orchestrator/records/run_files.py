@@ -132,6 +132,15 @@ class RunFiles:
             if self.refusal is not None:
                 raise self.refusal
 
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Before steps are done nobody waits for a disk that refuses what is recorded: nothing is lost yet. At the end
+        of the block the disk has taken all. Raises PentadError if it does not."""
+        self.is_given_up = True
+        yield
+        self.flush(SETTLE_SECONDS)
+        self.is_given_up = False
+
     def sync(self) -> None:
         """Has the disk keep what was recorded, while others append. Waits for as long as it takes; raises PentadError
         if the disk refuses it."""
@@ -221,7 +230,8 @@ class RunFiles:
         """Not to a file that is gone or another one: where a file system was mounted, a new folder may be by now."""
         path = change.path
         if (found := size_of(path)) < (left := self.sizes.get(path, 0)):
-            raise PentadError(f"{path} has {found} bytes: expected the {left} that were written to it")
+            fault = f"has {found} bytes" if path.exists() else "is gone"
+            raise PentadError(f"{path} {fault}: expected the {left} bytes that were written to it")
         change.do()
         if change.lines or path in self.sizes:
             self.sizes[path] = size_of(path)

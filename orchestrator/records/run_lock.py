@@ -6,7 +6,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pentad.orchestrator.records.json_lines import reported
@@ -26,7 +26,7 @@ class RunLock:
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, _GENERATION_AT, 0).decode().strip() or "unknown"
+            holder = _holder(descriptor)
             self.close()
             raise PentadError(problem.replace("{holder}", holder)) from None
         os.pwrite(descriptor, b"%-20d" % os.getpid(), 0)
@@ -39,6 +39,20 @@ class RunLock:
 
     def close(self) -> None:
         self.file.close()
+
+
+def holder_of(path: Path) -> str:
+    """The process that has locked the folder of a run; empty if none is known to."""
+    with suppress(OSError), (path / LOCK).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _holder(file.fileno())
+    return ""
+
+
+def _holder(descriptor: int) -> str:
+    return os.pread(descriptor, _GENERATION_AT, 0).decode().strip() or "unknown"
 
 
 @contextmanager

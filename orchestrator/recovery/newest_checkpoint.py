@@ -117,10 +117,10 @@ class NewestIntact:
         while True:
             try:
                 return call()
-            except Unreadable:
+            except Unreadable as error:
                 if time.monotonic() > until:
                     raise
-            if not said:
-                self.bus.display.note(f"waiting for {self.bus.folder.checkpoints}, which does not answer")
-                said = True
+                if not said:
+                    self.bus.display.note(f"trying again for {self.seconds:g} s: {error}")
+                    said = True
             time.sleep(RETRY_SECONDS)

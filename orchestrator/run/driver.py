@@ -75,12 +75,12 @@ def drive(
         bus, requests = EventBus(config, folder, display, began.step, cluster.dashboard), ControlRequests()
         with watched_head(cluster, bus), monitored(config, bus, requests), _failures_recorded(bus):
             bus.watchers += watchers
-            folder.begin(config)
-            facts = began.facts | {"lease": room.lease and room.lease.ranks, "adopts": parked is not None}
-            bus.record("start", step=began.step, program=plan.program.hash, **facts)
-            if room.check is not None:
-                bus.record("check", **room.check.facts)
-            bus.settle()  # nothing is lost yet by waiting for the disk
+            with folder.files.beginning():
+                folder.begin(config)
+                facts = began.facts | {"lease": room.lease and room.lease.ranks, "adopts": parked is not None}
+                bus.record("start", step=began.step, program=plan.program.hash, **facts)
+                if room.check is not None:
+                    bus.record("check", **room.check.facts)
             if parked is None:
                 group = stack.enter_context(_started(config, room, bus, began, runner))
             else:

@@ -18,6 +18,7 @@ from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.orchestrator.monitoring.runfolder import Changes, changed_keys, find_checkpoint
 from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of, path_of, saved_config
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import expanded
 from pentad.schedules.spec.lora import LoraBase, LoraSpec, lora_of
 from pentad.schedules.spec.optimizer import moment_offset_of
 from pentad.schedules.spec.plan import Plan
@@ -61,7 +62,7 @@ def origin_of(config: RunConfig) -> Origin:
     run = config.run
     if run.init_from is None:
         return Origin(Start(), {})
-    checkpoint = find_checkpoint(run.init_from, "run.init_from", Path(run.folder).expanduser())
+    checkpoint = find_checkpoint(run.init_from, "run.init_from", expanded(run.folder))
     if lora_of(checkpoint.meta) is not None:
         expected = "a model: pentad export-hf merges adapters, and import-hf reads the result"
         raise PentadError(f"run.init_from is '{run.init_from}', whose checkpoints are adapters: expected {expected}")
@@ -143,7 +144,7 @@ def _adapter(config: RunConfig, lora: LoraSpec, home: Path) -> Path | None:
         return None
     from pentad.workers.hf.peft import read_adapter  # imports torch
 
-    folder = checked_folder(Path(config.lora.init_from).expanduser())
+    folder = checked_folder(expanded(config.lora.init_from))
     read_adapter(folder, adapter_request(config, home), lora)
     return folder
 

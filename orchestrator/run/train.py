@@ -22,10 +22,17 @@ from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
 from pentad.orchestrator.monitoring.runfolder import check_not_live, has_checkpoint, resumed_config
+from pentad.orchestrator.planning.estimate import checkpoint_bytes
 from pentad.orchestrator.planning.fit import require_free_memory
 from pentad.orchestrator.planning.numerics import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan, with_inputs_of
-from pentad.orchestrator.records.checkpoint_places import check_store, checkpoints_of, path_of
+from pentad.orchestrator.records.checkpoint_places import (
+    check_folder,
+    check_room,
+    check_store,
+    checkpoints_of,
+    path_of,
+)
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.init_from import origin_of, start_notes, with_base
 from pentad.orchestrator.run.interrupts import Interrupts, OnStep, StepCallback
@@ -111,6 +118,7 @@ def train(
     """
     display = display or Display(Console(quiet=True), config.run.name, config.run.steps)
     plan = plan or _plan_to_train(config)
+    check_folder(config)
     check_not_live(config)
     if note := check_store(config):
         display.note(note)
@@ -127,6 +135,8 @@ def train(
         return summary(config, done)
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
+        if note := check_room(config, checkpoint_bytes(plan)):
+            display.note(note)
         config, note = with_decay_steps(config, saved)
         if note:
             display.note(note)

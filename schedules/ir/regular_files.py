@@ -1,5 +1,5 @@
-"""What users and other programs name as files: regular ones of a size that can be read, or one sentence. A pipe or a
-device may never end; a sparse file of a few bytes on the disk may fill the memory."""
+"""What users and other programs name as files: paths, and regular files of a size that can be read, or one sentence. A
+pipe or a device may never end; a sparse file of a few bytes on the disk may fill the memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from pentad.schedules.ir.errors import PentadError
 
 MOST_BYTES = 1 << 30  # of a file that is read whole
 MOST_JSON = 1 << 28  # or parsed
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with the home folder for a ~ that it begins with. Raises PentadError if there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        home = str(path).partition("/")[0]
+        expected = "a path without ~" + ", or HOME to be set" * (home == "~")
+        raise PentadError(f"'{path}' is in {home}, a home folder that is not known: expected {expected}") from None
 
 
 def regular_file(path: Path, most: int | None = MOST_BYTES) -> Path:

@@ -6,6 +6,7 @@ cut can leave a file with the right name and no content; without the last one th
 
 import errno
 import fcntl
+import math
 import mmap
 import os
 import secrets
@@ -21,6 +22,7 @@ from pentad.workers.checkpoint.checksums import Checksums, Written
 
 CHUNK = 4 << 20  # bytes hashed at a time
 BLOCK = 16 << 20  # and written
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk, a quota or a limit without room answers
 DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -193,11 +195,12 @@ def _rename_new(partial: Path, path: Path) -> None:
         partial.unlink()
 
 
-def free_bytes(folder: Path) -> int:
-    """Bytes an unprivileged user may still write where `folder` is or would be."""
+def free_bytes(folder: Path) -> float:
+    """Bytes an unprivileged user may still write where `folder` is or would be; inf if the file system counts none."""
     for existing in (folder, *folder.parents):
         try:
-            return shutil.disk_usage(existing).free
+            usage = shutil.disk_usage(existing)
+            return usage.free if usage.total else math.inf
         except OSError:
             continue
     return 0

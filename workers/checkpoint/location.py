@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import expanded
 
 if TYPE_CHECKING:
     from pyarrow import fs
@@ -76,7 +77,7 @@ def location(text: str | Path | RemotePath) -> Location:
     if isinstance(text, (Path, RemotePath)):
         return text
     if "://" not in text:
-        return Path(text).expanduser()
+        return expanded(text)
     return Path(unquote(urlsplit(text).path)) if text.startswith("file://") else RemotePath.from_uri(text)
 
 

@@ -95,6 +95,7 @@ def superseded(
     if found is None:
         raise PentadError(f"no checkpoint in {root} is intact: expected one, or nothing is deleted")
     kept = {found.step, *_newest_intact(root, found.step, keep - 1), *pinned(committed(root))}
+    kept |= {entry.step for entry in entries if entry.state == "complete" and _is_imported(entry.folder)}
     return [
         entry
         for entry in entries
@@ -129,9 +130,9 @@ def discard(folder: Location) -> None:
 
 
 def delete_older(root: L, keep: int, pinned: Sequence[int] = ()) -> tuple[L, ...]:
-    """Keeps the newest valid checkpoint, the `keep` - 1 valid ones before it, anything newer, and those of `pinned`
-    steps; deletes the rest, and renames newer ones that are damaged. Also deletes what failed saves have left in those
-    that stay, once nobody can be writing it.
+    """Keeps the newest valid checkpoint, the `keep` - 1 valid ones before it, anything newer, those of `pinned` steps,
+    and imports; deletes the rest, and renames newer ones that are damaged. Also deletes what failed saves have left in
+    those that stay, once nobody can be writing it.
 
     Returns the deleted folders, oldest first. Deletes nothing unless it has opened a newer checkpoint with `open_saved`
     and found it valid.
@@ -156,10 +157,21 @@ def _delete_older(root: L, keep: int, pinned: Sequence[int]) -> tuple[L, ...]:
     last: int = found.checkpoint.step
     kept = {*_newest_intact(root, last, keep - 1), *pinned}
     kept |= {step for step in incomplete if _entry(by_step[step], step).time > _abandoned_before(root)}
-    deleted = tuple(folder for step, folder in by_step.items() if step < last and step not in kept)
+    old = (folder for step, folder in by_step.items() if step < last and step not in kept)
+    deleted = tuple(folder for folder in old if not _is_imported(folder))
     for folder in deleted:
         delete_checkpoint(folder)
     return deleted
+
+
+def _is_imported(folder: Location) -> bool:
+    """Whether no training has made the checkpoint, and none can make it again."""
+    try:
+        return "model" in read_manifest(folder).meta  # a run has that in its configuration
+    except Unreadable:
+        raise
+    except PentadError:
+        return False
 
 
 def _sweep(root: Location) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.atomic_io import free_bytes
+from pentad.workers.checkpoint.atomic_io import FULL, free_bytes
 from pentad.workers.checkpoint.local_storage import LOCAL, Storage
 from pentad.workers.checkpoint.location import Location, RemotePath
 
@@ -58,6 +58,8 @@ def storage_errors(folder: Location, required: int) -> Iterator[None]:
         yield
     except OSError as error:
         text = f"{folder} cannot be written ({error.strerror or error})"
+        if isinstance(folder, Path) and error.errno not in FULL:
+            raise PentadError(f"folder {text}: expected a folder that can be written") from error
         if isinstance(folder, Path):
             free = free_bytes(folder)
             raise PentadError(f"folder {text}: expected room for {required} bytes ({free} free)") from error

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import expanded
 from pentad.workers.data.corpus_index import CHECKED, INDEX_FILE, Index, RecordBatch, parse_index
 from pentad.workers.data.shard_file import ShardFile
 from pentad.workers.data.storage import Folder, folder_at
@@ -148,7 +149,7 @@ def open_corpus(
     index, fingerprint = parse_index(text, f"{folder.name}/{INDEX_FILE}"), hashlib.sha256(text.encode()).hexdigest()
     if index.tokens == 0:
         raise PentadError(f"{argument} is '{path}', which holds 0 tokens: expected at least 1")
-    shards = Shards(folder, index, Path(cache).expanduser() / f"shards-{fingerprint[:16]}")
+    shards = Shards(folder, index, expanded(cache) / f"shards-{fingerprint[:16]}")
     sizes = folder.sizes()
     for file in shards.files:
         file.require_size(sizes.get(file.shard.file))

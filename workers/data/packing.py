@@ -4,7 +4,8 @@ Runs of consecutive documents are packed by best-fit decreasing (Johnson et al.,
 first, each into the sequence that it fills best. A document of T tokens needs T - 1 positions, because its end token is
 only ever a target; one that is longer than a sequence is cut into full sequences and a rest, which is packed.
 
-The result is a table, made once for a corpus and a length, and kept in the folder `data.cache`.
+The result is a table, made once for a corpus and a length, and kept in the folder `data.cache`: a file with the CRC-32
+of what follows it, the numbers of spans and of sequences, and the arrays of ARRAYS. One that is damaged is made again.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.atomic_io import new_folder
+from pentad.schedules.ir.regular_files import expanded
+from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.samples import TokenSpan
+from pentad.workers.data.storage import writing
 
 RUN_POSITIONS = 2**22  # packed together; at least this many, so that sequences are nearly full
-VERSION = 1
-FIELDS = {"starts": np.int64, "sizes": np.int32, "first": np.int64}
+VERSION = 2
+HEAD: np.dtype[Any] = np.dtype("<i8")  # of the three numbers
+ARRAYS = HEAD, HEAD, np.dtype[Any]("<i4")  # the first span of each sequence, and the starts and sizes of spans
 
 
 class Packs:
@@ -33,15 +39,15 @@ class Packs:
     """
 
     def __init__(self, corpus: Corpus, length: int, cache: Path, key: str = "data.path") -> None:
-        folder = _folder(corpus, length, cache)
-        if not folder.exists():
-            _write(corpus, length, folder)
-        try:
-            tables = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in FIELDS]
-        except (OSError, ValueError, EOFError) as error:
-            fault = f"has {folder.name}, which cannot be read ({error})"
-            raise PentadError(f"data.cache {fault}: expected a table, which is made again if you remove that") from None
-        self.starts, self.sizes, self.first = tables  # of spans, and the first span of each sequence
+        file = _file(corpus, length, cache)
+        arrays = _read(file)
+        if arrays is None:
+            _write(corpus, length, file)
+            arrays = _read(file)
+        if arrays is None:
+            fault = f"which has another {file.name} than was written a moment ago"
+            raise PentadError(f"data.cache is '{file.parent}', {fault}: expected a disk that keeps files")
+        self.first, self.starts, self.sizes = arrays
         self.sequences = len(self.first) - 1
         if not self.sequences:
             raise PentadError(f"{key} is '{corpus.path}', which has only empty documents: expected one of two tokens")
@@ -59,7 +65,7 @@ class Packs:
 
 def is_packed(corpus: Corpus, length: int, cache: Path) -> bool:
     """Whether the table exists already."""
-    return _folder(corpus, length, cache).exists()
+    return _file(corpus, length, cache).exists()
 
 
 def pack(sizes: list[int], length: int) -> list[list[int]]:
@@ -102,24 +108,43 @@ def _pieces(corpus: Corpus, length: int) -> Iterator[TokenSpan]:
             yield TokenSpan(at, min(length, start + tokens - 1 - at))
 
 
-def _folder(corpus: Corpus, length: int, cache: Path) -> Path:
+def _file(corpus: Corpus, length: int, cache: Path) -> Path:
     key = hashlib.sha256(
         f"{VERSION}/{corpus.fingerprint}/{corpus.tokens}/{length}/{RUN_POSITIONS}".encode()
     ).hexdigest()
-    return cache.expanduser() / f"packed-{length}-{key[:16]}"
+    return expanded(cache) / f"packed-{length}-{key[:16]}"
 
 
-def _write(corpus: Corpus, length: int, folder: Path) -> None:
-    """When processes race, one folder remains, and all read it."""
+def _read(file: Path) -> list[np.ndarray] | None:
+    """The arrays of a table; None if there is none, or a damaged one."""
+    try:
+        content = np.memmap(file, np.uint8, "r")
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last one of an empty file
+        return None
+    except OSError as error:
+        fault = f"has {file.name}, which cannot be read ({error.strerror or error})"
+        raise PentadError(f"data.cache {fault}: expected a table, which is made again if you remove that") from None
+    start = 3 * HEAD.itemsize
+    if len(content) < start or int(content[: HEAD.itemsize].view(HEAD)[0]) != crc32(content[HEAD.itemsize :].data):
+        return None
+    spans, sequences = content[HEAD.itemsize : start].view(HEAD).tolist()
+    arrays = []
+    for dtype, count in zip(ARRAYS, (sequences + 1, spans, spans), strict=True):
+        arrays.append(content[start : start + count * dtype.itemsize].view(dtype))
+        start += count * dtype.itemsize
+    return arrays
+
+
+def _write(corpus: Corpus, length: int, file: Path) -> None:
+    """Whoever has the file open keeps what it had; processes that race write the same."""
     first, starts, sizes = [0], list[int](), list[int]()
     for spans in packed(corpus, length):
         starts += (span.start for span in spans)
         sizes += (span.size for span in spans)
         first.append(len(starts))
-    try:
-        with new_folder(folder, "data.cache") as partial:
-            for (name, dtype), values in zip(FIELDS.items(), (starts, sizes, first), strict=True):
-                np.save(partial / f"{name}.npy", np.array(values, dtype))
-    except PentadError:
-        if not folder.exists():  # else another process has written it meanwhile
-            raise
+    arrays = zip(ARRAYS, (first, starts, sizes), strict=True)
+    parts = [np.array([len(starts), len(first) - 1], HEAD), *(np.array(values, dtype) for dtype, values in arrays)]
+    content = b"".join(part.tobytes() for part in parts)
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, [memoryview(np.array([crc32(content)], HEAD).tobytes()), memoryview(content)])

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import expanded
 from pentad.schedules.spec.batch import BatchSizes, BatchSpec
 from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.eval_spec import EvalData
@@ -142,7 +143,7 @@ def corpus_folder(data: str, vocab: int, cache: str) -> str | Path:
     """The folder or URI of the corpus `data`. A built-in one is built first if need be, with at most `vocab` tokens."""
     if data.startswith("builtin:"):
         return builtin_corpus(data.removeprefix("builtin:"), vocab, Path(cache))
-    return data if "://" in data else Path(data).expanduser()
+    return data if "://" in data else expanded(data)
 
 
 def tokenizer_file(data: str, vocab: int, cache: str) -> Path | None:
@@ -180,7 +181,7 @@ def _builtin_folder(name: str, vocab: int, cache: Path) -> tuple[Path, list[str]
     documents = _TEXTS[name]()
     digest = hashlib.sha256("\0".join([str(VERSION), *documents]).encode()).hexdigest()
     size = min(vocab, _BUILTIN_VOCAB)
-    return cache.expanduser() / f"{name}-{size}-python{platform.python_version()}-{digest[:16]}", documents
+    return expanded(cache) / f"{name}-{size}-python{platform.python_version()}-{digest[:16]}", documents
 
 
 def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:

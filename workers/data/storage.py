@@ -76,7 +76,7 @@ class LocalCopy:
 
     def __init__(self, folder: Folder, file: str, size: int, cache: Path) -> None:
         self.folder, self.file, self.path = folder, file, cache / file
-        with _writing(self.path):
+        with writing(self.path):
             cache.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -88,7 +88,7 @@ class LocalCopy:
     def fetch(self, at: int, size: int) -> None:
         """Reads these bytes from the remote file."""
         content = self.folder.read_at(self.file, at, size)
-        with _writing(self.path), self.path.open("r+b", buffering=0) as copy:
+        with writing(self.path), self.path.open("r+b", buffering=0) as copy:
             os.pwrite(copy.fileno(), content, at)
 
 
@@ -98,13 +98,13 @@ def cached(folder: Folder, file: str, cache: Path, is_intact: Callable[[bytes], 
     if path.exists() and is_intact(content := path.read_bytes()):
         return content
     content = folder.read(file)
-    with _writing(path):
+    with writing(path):
         cache.mkdir(parents=True, exist_ok=True)
         write_file(path, [memoryview(content)])
     return content
 
 
-class _writing:
+class writing:
     """Names `data.cache` where it cannot be written."""
 
     def __init__(self, path: Path) -> None:

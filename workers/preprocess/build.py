@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import expanded
 from pentad.workers.background import in_daemon
 from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.data.corpus import Corpus, open_corpus
@@ -98,7 +99,7 @@ def _build_remote(
 ) -> Corpus:
     """Builds in a folder here, which is removed when all of it has been copied."""
     key = _sha256((VERSION, files, replace(request, workers=None, staging=Path())))
-    remote, local = RemoteOut(folder_at(request.out, "OUT"), key), request.staging.expanduser() / key
+    remote, local = RemoteOut(folder_at(request.out, "OUT"), key), expanded(request.staging) / key
     remote.claim()
     if not is_complete(local):
         _build_local(request, local, files, note, progress)

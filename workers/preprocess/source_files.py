@@ -14,6 +14,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import expanded
 
 TABLES = (".jsonl", ".parquet", ".arrow", ".csv")
 FORMATS = (".txt", ".md", ".rst", *TABLES)
@@ -80,7 +81,7 @@ def find_files(sources: Iterable[str]) -> tuple[SourceFile, ...]:
 
 
 def _files_of(source: str) -> list[SourceFile]:
-    root = source if "://" in source else os.path.abspath(os.path.expanduser(source))
+    root = source if "://" in source else os.path.abspath(expanded(source))
     with _named(source):
         system, path = _located(root)
         name, query = _without_query(root)

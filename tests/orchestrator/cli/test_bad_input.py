@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import shutil
 import socket
 from dataclasses import replace
@@ -107,6 +108,82 @@ def test_a_key_with_dashes_is_shown_without(words, capsys):
     assert main(["train", *words]) == 2
     hint = "keys are set without dashes: optimizer.learning_rate=VALUE (see `pentad train --help`)"
     assert capsys.readouterr().err == f"pentad: No such option: --optimizer.learning_rate; {hint}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train", "--learning-rate=3e-4"], "optimizer.learning_rate"),
+        (["train", "--batch-size", "4"], "batch.global_batch_size"),
+        (["plan", "--dp", "4"], "mesh.dp"),
+        (["doctor", "--cluster.device=cpu"], "cluster.device"),
+    ],
+)
+def test_a_key_that_is_given_as_an_option_is_named(words, key, capsys):
+    assert main(words) == 2
+    hint = f"keys are set without dashes: {key}=VALUE (see `pentad {words[0]} --help`)"
+    option = words[-2 + ("=" in words[-1])].partition("=")[0]
+    assert capsys.readouterr().err == f"pentad: No such option: {option}; {hint}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "sentence"),
+    [
+        ("plan", "--gpu 8", "No such option: --gpu (Possible options: --gpus)"),
+        ("timeline", "first --html", "Option '--html' requires an argument: --html <path>"),
+        ("data build", "a b --vocab", "Option '--vocab' requires an argument: --vocab <int>"),
+        ("train", "--json=1", "Option '--json' does not take a value"),
+        ("train", "--wholly-unknown", "No such option: --wholly-unknown"),
+        ("runs", "--batch-size", "No such option: --batch-size"),
+        ("train", "--lr 1", "No such option: --lr; keys have no dashes: did you mean optimizer.learning_rate=VALUE?"),
+        ("plan", "--mesh.tpp 1", "No such option: --mesh.tpp; keys have no dashes: did you mean mesh.tp=VALUE?"),
+    ],
+)
+def test_a_wrong_option_is_named_with_what_is_right(command, words, sentence, capsys):
+    assert main([*command.split(), *words.split()]) == 2
+    assert capsys.readouterr().err == f"pentad: {sentence} (see `pentad {command} --help`)\n"
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("file", ", where {0}/file is no folder: expected a folder of your own"),
+        ("file/runs", ", where {0}/file is no folder: expected a folder of your own"),
+        ("loop", ", where {0}/loop is no folder: expected a folder of your own"),
+        ("s3://bucket/runs", ": expected a folder of a file system (checkpoint.path may be in a store)"),
+    ],
+)
+def test_a_run_folder_that_can_be_none_is_named(folder, said, refused, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    sentence = f"run.folder is '{folder}'{said.format(tmp_path)}"
+    assert refused("train", f"run.folder={folder}", files=2) == f"pentad: {sentence}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["data", "build"]])
+def test_help_has_a_short_option(words, capsys):
+    assert main([*words, "-h"]) == 0
+    assert f"Usage: {' '.join(['pentad', *words])}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "expected"),
+    [
+        (["plan"], "~/.cache/pentad", "a path without ~, or HOME to be set"),
+        (["train", "data.path=~nobody-here/corpus"], "~nobody-here/corpus", "a path without ~"),
+        (["train", "run.folder=~nobody-here"], "~nobody-here", "a path without ~"),
+        (["data", "build", "~nobody-here/text", "out"], "~nobody-here/text", "a path without ~"),
+        (["checkpoint", "list", "~nobody-here/run"], "~nobody-here/run", "a path without ~"),
+    ],
+)
+def test_a_home_folder_that_is_not_known_is_named(words, path, expected, refused, monkeypatch):
+    """As of users whose containers have no entry for them."""
+    if path.startswith("~/"):
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    home = path.partition("/")[0]
+    sentence = f"'{path}' is in {home}, a home folder that is not known: expected {expected}"
+    assert refused(*words, files=0) == f"pentad: {sentence}\n"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "empty"])

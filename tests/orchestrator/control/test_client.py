@@ -1,6 +1,7 @@
 """`pentad status` and its siblings: a live run answers; any other is described in one sentence."""
 
 import json
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -20,6 +21,7 @@ from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
 from pentad.orchestrator.monitoring.run_state import ControlRequests, EvalView
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.records.run_lock import locked
 from pentad.schedules.ir.errors import PentadError
 
 STATUS_KEYS = {"run", "step", "generation", "state", "ranks", "endpoints"}
@@ -230,6 +232,15 @@ def test_a_stale_endpoint_of_a_killed_run_is_recognized(pentad: Pentad, folder: 
     assert (status, err) == (1, f"pentad: {message}: expected a live one\n")
     status, out, _ = pentad("status", "trial", "--json")
     assert (status, json.loads(out)["state"]) == (0, "failed")
+
+
+def test_a_live_run_that_answers_nothing_is_not_taken_for_one_that_has_ended(pentad: Pentad, folder: Path) -> None:
+    """As one that is stopped: gRPC gives up after 20 s, and says the same of both."""
+    (folder / "control.json").write_text(json.dumps({"address": "127.0.0.1:1", "token": "t", "pid": 1}))
+    with locked(folder, ""):
+        status, _, err = pentad("resume", "trial")
+    said = f"run trial does not answer at 127.0.0.1:1, but process {os.getpid()} has it: expected one that runs"
+    assert (status, err) == (1, f"pentad: {said} and is not stopped\n")
 
 
 def test_a_folder_before_its_first_step_has_a_status(tmp_path: Path) -> None:

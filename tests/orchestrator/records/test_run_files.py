@@ -260,7 +260,7 @@ def test_a_folder_that_is_another_one_meanwhile_takes_no_line(tmp_path: Path) ->
     folder.rename(away)
     folder.mkdir()
     files.append(path, {"number": 1})
-    with pytest.raises(PentadError, match=r"metrics.jsonl has 0 bytes: expected the 14 that were written to it"):
+    with pytest.raises(PentadError, match=r"metrics.jsonl is gone: expected the 14 bytes that were written to it"):
         files.flush(5.0)
     assert not path.exists()
     folder.rmdir()

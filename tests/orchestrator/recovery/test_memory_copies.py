@@ -121,10 +121,12 @@ def test_nor_does_one_whose_checkpoints_are_gone(start: StartRun) -> None:
 
 
 def test_a_store_that_comes_back_is_waited_for(start: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, answers = copied(start, 5), iter([away, away])
+    run, answers, notes = copied(start, 5), iter([away, away]), list[str]()
+    monkeypatch.setattr(run.bus.display, "note", notes.append)
     run.save(6)
     monkeypatch.setattr(newest_checkpoint, "recover", lambda *given, **more: next(answers, recover)(*given, **more))
     assert run.recovery.recover(run.lose(1), 7).version == 6
+    assert [note for note in notes if "trying" in note] == ["trying again for 100 s: the store is away"]
 
 
 def away(*_: object, **__: object) -> None:

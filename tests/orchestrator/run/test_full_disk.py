@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fake_ray import FakeRun
 from full_disk import largest_file
 
 from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.estimate import checkpoint_bytes
+from pentad.orchestrator.planning.planning import first_plan
 from pentad.orchestrator.records import run_files
+from pentad.orchestrator.records.checkpoint_places import RECORD_BYTES, check_room
+from pentad.orchestrator.records.json_lines import reported
 from pentad.orchestrator.run import driver
+from pentad.orchestrator.run import train as training
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint import atomic_io
 from pentad.workers.checkpoint.checkpoint import Start
 
 StartRun = Callable[..., FakeRun]
@@ -103,3 +113,76 @@ def test_timelines_that_do_not_fit_cost_a_note(start: StartRun, monkeypatch: pyt
     run.group.restore(Start())
     assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == 9
     assert notes == ["no timeline: timeline.arrow cannot be written (No space left on device)"]
+
+
+@pytest.mark.parametrize("free", [0, 300_000])
+def test_a_run_without_room_for_its_records_ends_before_anything_starts(
+    free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(None, [f"run.folder={tmp_path}", "run.name=first"])
+    monkeypatch.setattr(training, "launch", None)
+    _leave_free(monkeypatch, free)
+    with pytest.raises(PentadError) as caught:
+        training.train(config)
+    has = f"run.folder is '{tmp_path}', whose disk has {'293.0 KiB' if free else '0 B'} free"
+    assert str(caught.value) == f"{has}: expected 1.0 MiB for the run's records, and room for checkpoints of 30.0 MiB"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_without_room_for_a_checkpoint_says_so_and_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be room by the time that it is saved."""
+    config = load(None, [f"run.folder={tmp_path}"])
+    needed = checkpoint_bytes(first_plan(config))
+    _leave_free(monkeypatch, needed + RECORD_BYTES)
+    assert check_room(config, needed) is None
+    _leave_free(monkeypatch, needed + RECORD_BYTES - 1)
+    folder = f"{tmp_path}/quickstart/checkpoints"
+    told = f"a checkpoint takes 30.0 MiB, and the disk of {folder} has 31.0 MiB free: none is saved without more room"
+    assert check_room(config, needed) == told
+
+
+def test_a_file_system_that_says_nothing_of_its_size_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of FUSE that do not count blocks."""
+    _leave_free(monkeypatch, 0, total=0)
+    assert check_room(load(None, [f"run.folder={tmp_path}"]), 2**40) is None
+
+
+def test_a_run_whose_first_records_the_disk_refuses_waits_for_nothing(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, notes = start(*SQUARE), list[str]()
+    monkeypatch.setattr(run_files, "SETTLE_SECONDS", 30.0)
+    monkeypatch.setattr(run.bus.display, "note", notes.append)
+    began = time.monotonic()
+    with (
+        largest_file(0),
+        pytest.raises(PentadError, match=f"^{SENTENCE}$"),
+        driver._failures_recorded(run.bus),
+        run.folder.files.beginning(),
+    ):
+        run.bus.record("start", step=0)
+    assert time.monotonic() - began < 10 and not notes
+    run.folder.files.settle()
+    with run.folder.files.beginning():
+        run.bus.record("start", step=0)
+    assert not run.folder.files.is_given_up
+
+
+def test_a_full_disk_is_named_with_the_bytes_that_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _leave_free(monkeypatch, 2048)
+    file = tmp_path / "journal.jsonl"
+    said = f"{file} cannot be written (No space left on device, 2048 bytes free): expected a run.folder with room"
+    with pytest.raises(PentadError) as caught, reported(file):
+        raise OSError(errno.ENOSPC, "")
+    assert str(caught.value) == said
+    for verb in ("read", "written"):
+        said = rf"cannot be {verb} \(Permission denied\): expected a file that can be {verb}$"
+        with pytest.raises(PentadError, match=said), reported(file, verb):
+            raise OSError(errno.EACCES, "")
+
+
+def _leave_free(monkeypatch: pytest.MonkeyPatch, free: int, total: int = 2**30) -> None:
+    usage = atomic_io.shutil._ntuple_diskusage(total, total - free, free)
+    monkeypatch.setattr(atomic_io.shutil, "disk_usage", lambda _: usage)

@@ -19,6 +19,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import MANIFEST, folder_of, newest, open_checkpoint
 from pentad.workers.checkpoint.retention import delete_checkpoint, delete_older
 from pentad.workers.checkpoint.shards import write_shard
+from pentad.workers.checkpoint.storage import storage_errors
 
 Tree = dict[Path, bytes | None]  # contents by path, None for a folder
 
@@ -222,6 +223,12 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monk
     assert not list(tmp_path.iterdir())
 
 
+def test_a_disk_that_cannot_be_written_is_not_called_full(tmp_path: Path) -> None:
+    said = r"\(Read-only file system\): expected a folder that can be written$"
+    with pytest.raises(PentadError, match=said), storage_errors(tmp_path, 1):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
 def test_a_disk_that_fills_while_writing_holds_no_partial_file(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # the kernel refuses the write, as for a quota
@@ -235,7 +242,7 @@ def test_a_disk_that_fills_while_writing_holds_no_partial_file(tmp_path: Path) -
 
 def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PentadError, match=r"cannot be written.*free"):
+    with pytest.raises(PentadError, match=r"cannot be written \(Not a directory\)"):
         write_shard(tmp_path / "file" / "step-00000001", "a.safetensors", {"x": torch.zeros(2)})
 
 

@@ -80,6 +80,18 @@ def test_what_is_not_kept_is_superseded(root: Path, keep: int, pinned: tuple[int
     assert recover(root).checkpoint is not None
 
 
+def test_an_import_is_kept_which_no_training_can_make_again(tmp_path: Path) -> None:
+    """Metadata of an import have its model. One that is damaged is nothing to keep."""
+    save(tmp_path, 0, model={"family": "llama"})
+    for step in range(10, 50, 10):
+        save(tmp_path, step)
+    assert [entry.step for entry in superseded(tmp_path, 1, nothing)] == [10, 20, 30]
+    assert delete_older(tmp_path, 2) == (folder_of(tmp_path, 10), folder_of(tmp_path, 20))
+    assert [entry.step for entry in listed(tmp_path)] == [0, 30, 40]
+    flip(folder_of(tmp_path, 0) / MANIFEST, -1)
+    assert delete_older(tmp_path, 2) == (folder_of(tmp_path, 0),)
+
+
 def test_nothing_is_deleted_without_an_intact_checkpoint(root: Path) -> None:
     for step in (10, 50):
         flip(folder_of(root, step) / SHARD, -1)

@@ -89,14 +89,58 @@ def test_a_table_is_made_once_for_a_corpus_and_a_length(tmp_path: Path, monkeypa
     assert sorted(path.name for path in cache.iterdir()) == [next(cache.glob("packed-8-*")).name]
 
 
-@pytest.mark.parametrize("kept", [0, 40, 200])
-def test_a_damaged_table_is_named(tmp_path: Path, kept: int) -> None:
-    corpus = corpus_of(tmp_path / "c", [5, 3, 9, 2] * 20)
-    Packs(corpus, LENGTH, tmp_path / "cache")
-    (table,) = (tmp_path / "cache").glob("packed-*/sizes.npy")
-    table.write_bytes(table.read_bytes()[:kept])
-    with pytest.raises(PentadError, match=r"^data.cache has packed-8-\w+, which cannot be read \(.*\): expected"):
+@pytest.mark.parametrize("damage", ["empty", "cut in its head", "cut", "cut by a sequence", "longer", "a bit"])
+def test_a_damaged_table_is_made_again(tmp_path: Path, damage: str) -> None:
+    corpus, cache = corpus_of(tmp_path / "c", [5, 3, 9, 2] * 20), tmp_path / "cache"
+    packs = Packs(corpus, LENGTH, cache)
+    spans = [packs.spans(number) for number in range(packs.sequences)]
+    (table,) = cache.glob("packed-*")
+    intact = table.read_bytes()
+    for content in _damaged(intact, damage):
+        table.write_bytes(content)
+        again = Packs(corpus, LENGTH, cache)
+        assert [again.spans(number) for number in range(again.sequences)] == spans and table.read_bytes() == intact
+
+
+def _damaged(content: bytes, damage: str) -> list[bytes]:
+    kept = {"empty": 0, "cut in its head": 9, "cut": 200, "cut by a sequence": len(content) - 8}
+    if damage in kept:
+        return [content[: kept[damage]]]
+    if damage == "longer":
+        return [content + bytes(4)]
+    flipped = [bytearray(content) for _ in range(0, len(content), 7)]
+    for number, each in enumerate(flipped):
+        each[7 * number] ^= 1 << number % 8
+    return [bytes(each) for each in flipped]
+
+
+def test_readers_of_a_table_keep_theirs_when_it_is_made_again(tmp_path: Path) -> None:
+    corpus, cache = corpus_of(tmp_path / "c", [5, 3, 9, 2] * 20), tmp_path / "cache"
+    packs = Packs(corpus, LENGTH, cache)
+    spans = [packs.spans(number) for number in range(packs.sequences)]
+    packing._write(corpus, LENGTH, next(cache.glob("packed-*")))
+    assert [packs.spans(number) for number in range(packs.sequences)] == spans
+
+
+def test_a_disk_that_keeps_no_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = corpus_of(tmp_path / "c", [4, 3])
+    calls = iter(range(9))
+    monkeypatch.setattr(packing, "crc32", lambda _: next(calls))
+    with pytest.raises(PentadError, match=r"^data.cache is '.*cache', which has another packed-8-\w+ than was written"):
         Packs(corpus, LENGTH, tmp_path / "cache")
+
+
+def test_a_table_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
+    corpus, cache = corpus_of(tmp_path / "c", [4, 3]), tmp_path / "cache"
+    Packs(corpus, LENGTH, cache)
+    (table,) = cache.glob("packed-*")
+    table.unlink()
+    table.mkdir()
+    with pytest.raises(PentadError, match=r"^data.cache has packed-8-\w+, which cannot be read \(Is a directory\)"):
+        Packs(corpus, LENGTH, cache)
+    (tmp_path / "file").touch()
+    with pytest.raises(PentadError, match=r"^data.cache is '.*file', where .* cannot be written \(.*\): expected"):
+        Packs(corpus, LENGTH, tmp_path / "file")
 
 
 def test_a_corpus_of_empty_documents_is_refused(tmp_path: Path) -> None:
