@@ -88,6 +88,7 @@ class Work:
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
         self.copies_of, self.slices = cache(self._copies_of), cache(self._slices)
         self.state: dict[tuple[Mesh, int, Placement, int, bool], int] = {}  # least bytes of it, by ZeRO's stage
+        self.state_of: dict[tuple[Mesh, int, Units], dict[object, int]] = {}  # bytes of it in units, without copies
         self.counts: dict[tuple[Order, int, int, int], Any] = {}  # placement_bounds.py
         self._counts: dict[tuple[Placement, int, int, int | None, bool], tuple[int, ...]] = {}
         self._units = cache(lambda placement, counts: Units(placement, self.stages(placement), counts, self.kind))
@@ -292,6 +293,11 @@ class Layout:
     def unit_bytes(self) -> dict[tuple[int, str, float], UnitBytes]:
         """What is known yet, by the kind of a unit, what it recomputes, and the share that it offloads."""
         return self.work.unit_bytes.setdefault(_in_layers(self.piece), {})
+
+    @cached_property
+    def state(self) -> dict[object, int]:
+        """What is known yet, whatever the microbatches."""
+        return self.work.state_of.setdefault((self.mesh, self.piece.zero_shards, self.units), {})
 
     @cached_property
     def gathered_bytes(self) -> tuple[tuple[int, int], ...]:
