@@ -47,6 +47,8 @@ def grouped(group: Array, groups: int) -> tuple[Array, Array]:
 
 
 def topological_levels(graph: Graph) -> Levels:
+    if graph.width < WIDE and (graph.source < graph.target).all():  # as on one rank
+        return Levels(np.arange(graph.events), [])
     by_source, first = grouped(graph.source, graph.events)
     successors = graph.target[by_source]
     missing = np.bincount(graph.target, minlength=graph.events)  # predecessors that are not in the order yet
