@@ -110,26 +110,38 @@ class Room:
             self.needs(layout.mesh, least)
         return least <= self.bytes
 
+    def may_hold_any(self, shape: Shape, orders: Iterable[Order]) -> bool:
+        """Whether anything of a shape may fit, or all of it is impossible. Where nothing of the first order fits, the
+        smallest microbatches are tried before: where nothing fits with these, nothing does with larger ones."""
+        if not self.refuses:
+            return True
+        most = shape._replace(microbatches=self._most(shape.mesh))
+        tried, shards = (shape,), self.space.shards_on(self.work.config, shape.mesh)
+        for given in product(orders, self.space.unit_layers, shards):
+            for each in tried:
+                found = self.may_hold(Ordered(shape, *given)) and self._holds(Ordered(each, *given))
+            if found:
+                return True
+            tried = most, shape
+        return shape.mesh not in self.least
+
+    def _holds(self, branch: Ordered) -> bool:
+        """Whether anything in a branch may fit; not if its microbatches do not go with its order."""
+        with suppress(PentadError):
+            return bool(self.laid_out(branch))
+        return False
+
     def may_hold(self, branch: Ordered) -> bool:
         """Whether anything in a branch may fit, by what did not with microbatches as large or smaller, which need no
         more memory."""
         return branch.shape.microbatches > self._too_few.get((branch.mesh, *branch[1:]), 0)
 
     def laid_out(self, branch: Ordered) -> list[LaidOut]:
-        """What may fit, by the layout of units. Where nothing does, the smallest microbatches are tried as well: as a
-        rule nothing fits with these either."""
-        found = self._fitting(branch)
+        """What may fit, by the layout of units."""
+        found = [each for each in self._layouts(branch) if self._may_fit(each)]
         if not found:
-            key, most = (branch.mesh, *branch[1:]), self._most(branch.mesh)
-            smallest = branch._replace(shape=branch.shape._replace(microbatches=most))
-            self._too_few[key] = branch.shape.microbatches
-            with suppress(PentadError):  # of an order that does not go with so many microbatches
-                if not self._fitting(smallest):
-                    self._too_few[key] = most
+            self._too_few[branch.mesh, *branch[1:]] = branch.shape.microbatches
         return found
-
-    def _fitting(self, branch: Ordered) -> list[LaidOut]:
-        return [each for each in self._layouts(branch) if self._may_fit(each)]
 
     def _may_fit(self, each: LaidOut) -> bool:
         saved, every = most_saving(self.space, *each[:4]), [*chain.from_iterable(each.shardings)]

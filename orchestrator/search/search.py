@@ -184,9 +184,9 @@ class _Search:
                 self._step(branch)
 
     def _orders(self, shape: Shape) -> None:
-        for order in self.space.orders_on(shape.mesh, shape.microbatches):
-            if self.work.slices(order) != shape.slices:
-                continue
+        orders = self.space.orders_on(shape.mesh, shape.microbatches)
+        orders = [order for order in orders if self.work.slices(order) == shape.slices]
+        for order in orders if self.room.may_hold_any(shape, orders) else ():
             try:
                 self._order(shape, order)
             except PentadError as error:
