@@ -37,7 +37,7 @@ from pentad.orchestrator.planning.parameter_collectives import (
 from pentad.orchestrator.planning.planning import default_gathered
 from pentad.orchestrator.search.offload_bounds import Copies
 from pentad.orchestrator.search.space import Order, Placement, Setting, placement_of
-from pentad.orchestrator.search.units import Units
+from pentad.orchestrator.search.units import UnitBytes, Units
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -58,16 +58,6 @@ class Compute(NamedTuple):
     forward: float
     backward: float
     weight: float
-
-
-class UnitBytes(NamedTuple):
-    """Bytes of one piece in a unit: between F and B and between B and W, and at most during F and during B or BW."""
-
-    saved: int
-    deferred: int
-    forward: int
-    backward: int
-    both: int
 
 
 def _in_layers(piece: Piece) -> Piece:

@@ -16,9 +16,10 @@ from pentad.orchestrator.activations.activation_peaks import run_order, stage_ac
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import CUBLAS, bytes_of_reductions
 from pentad.orchestrator.planning.hardware import NODE_GPUS
-from pentad.orchestrator.search.layout import Layout, UnitBytes
+from pentad.orchestrator.search.layout import Layout
 from pentad.orchestrator.search.space import Setting, Sharding
 from pentad.orchestrator.search.time_bounds import Timed
+from pentad.orchestrator.search.units import UnitBytes
 from pentad.schedules.ir.columns import Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.lookup import Lookup
@@ -129,13 +130,19 @@ def most_copy_bytes(layout: Layout) -> int:
 def copy_bytes(layout: Layout, rank: int, zero: int) -> int:
     """What a pipeline rank exchanges rows and gradients in."""
     key = "copies", layout.units.alike[rank], zero > 0
-    if key not in layout.known:
-        piece, rows = layout.piece, 0
-        given = layout.model, layout.mesh, piece.tokens, piece.slices, piece.dtype, piece.cp_method
-        for axis, count in ROW_SLOTS.items():
-            rows += count * largest_message(axis, *given) if _are_copied(layout, axis) else 0
-        layout.known[key] = rows * piece.itemsize + _reduction_bytes(layout, layout.units.of_ranks[rank], zero)
-    return int(layout.known[key])
+    if key not in layout.state:
+        layout.state[key] = _reduction_bytes(layout, layout.units.of_ranks[rank], zero)
+    if "rows" not in layout.known:
+        layout.known["rows"] = _row_slot_bytes(layout)
+    return layout.state[key] + int(layout.known["rows"])
+
+
+def _row_slot_bytes(layout: Layout) -> int:
+    piece, rows = layout.piece, 0
+    given = layout.model, layout.mesh, piece.tokens, piece.slices, piece.dtype, piece.cp_method
+    for axis, count in ROW_SLOTS.items():
+        rows += count * largest_message(axis, *given) if _are_copied(layout, axis) else 0
+    return rows * piece.itemsize
 
 
 def _are_copied(layout: Layout, axis: Axis, zero: int = 0) -> bool:
