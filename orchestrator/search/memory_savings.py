@@ -68,7 +68,7 @@ def most_saving(space: Space, setting: Setting, layout: Layout, is_plain: bool, 
 
 class Room:
     """What may fit into so many bytes of a rank, in any order; and what that which does not needs at least, by mesh.
-    Until the first setting that does not fit is named, all may: nothing is `refused`."""
+    Until it `refuses`, once the first setting that does not fit is named, all may."""
 
     def __init__(self, work: Work, space: Space, size: int) -> None:
         self.work, self.space, self.bytes, self.refuses = work, space, size, False
@@ -111,8 +111,9 @@ class Room:
         return least <= self.bytes
 
     def may_hold_any(self, shape: Shape, orders: Iterable[Order]) -> bool:
-        """Whether anything of a shape may fit, or all of it is impossible. Where nothing of the first order fits, the
-        smallest microbatches are tried before: where nothing fits with these, nothing does with larger ones."""
+        """Whether anything of a shape may fit, or is impossible for other reasons, which are to be named. Once
+        something does not fit, the smallest microbatches are tried first: what does not with these never does, as
+        larger ones need no less memory in any order."""
         if not self.refuses:
             return True
         most = shape._replace(microbatches=self._most(shape.mesh))
@@ -132,8 +133,7 @@ class Room:
         return False
 
     def may_hold(self, branch: Ordered) -> bool:
-        """Whether anything in a branch may fit, by what did not with microbatches as large or smaller, which need no
-        more memory."""
+        """Whether anything in a branch may fit: not if nothing did with smaller microbatches, or with as large ones."""
         return branch.shape.microbatches > self._too_few.get((branch.mesh, *branch[1:]), 0)
 
     def laid_out(self, branch: Ordered) -> list[LaidOut]:
