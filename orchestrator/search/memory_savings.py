@@ -117,13 +117,13 @@ class Room:
         if not self.refuses:
             return True
         most = shape._replace(microbatches=self._most(shape.mesh))
-        tried, shards = (shape,), self.space.shards_on(self.work.config, shape.mesh)
+        tried, shards = [shape], self.space.shards_on(self.work.config, shape.mesh)
         for given in product(orders, self.space.unit_layers, shards):
             for each in tried:
                 found = self.may_hold(Ordered(shape, *given)) and self._holds(Ordered(each, *given))
             if found:
                 return True
-            tried = most, shape
+            tried = [most, shape]
         return shape.mesh not in self.least
 
     def _holds(self, branch: Ordered) -> bool:

@@ -58,7 +58,7 @@ def arena(program: Program, rank: int, slots: Sequence[tuple[int, int]]) -> Aren
     return Arena(dict(zip(cells, pairs, strict=True)), totals, bounds)
 
 
-def _offsets(first: Array, last: Array, sizes: Sequence[Array]) -> list[Array]:
+def _offsets(first: Array, last: Array, sizes: Array) -> list[Array]:
     """By row of `sizes`."""
     lowest = cache(lambda: _lowest_slots(first, last))
     return [
