@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece
@@ -36,7 +37,7 @@ from pentad.orchestrator.planning.parameter_collectives import (
 from pentad.orchestrator.planning.planning import default_gathered
 from pentad.orchestrator.search.offload_bounds import Copies
 from pentad.orchestrator.search.space import Order, Placement, Setting, placement_of
-from pentad.orchestrator.search.units import Units
+from pentad.orchestrator.search.units import UnitBytes, Units
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -59,16 +60,6 @@ class Compute(NamedTuple):
     weight: float
 
 
-class UnitBytes(NamedTuple):
-    """Bytes of one piece in a unit: between F and B and between B and W, and at most during F and during B or BW."""
-
-    saved: int
-    deferred: int
-    forward: int
-    backward: int
-    both: int
-
-
 def _in_layers(piece: Piece) -> Piece:
     """With only what layers depend on of the mesh."""
     return piece._replace(mesh=replace(piece.mesh, dp=1, pp=1), zero_shards=0)
@@ -88,6 +79,7 @@ class Work:
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
         self.copies_of, self.slices = cache(self._copies_of), cache(self._slices)
         self.state: dict[tuple[Mesh, int, Placement, int, bool], int] = {}  # least bytes of it, by ZeRO's stage
+        self.state_of: dict[tuple[Mesh, int, Units], dict[object, int]] = {}  # without copies
         self.counts: dict[tuple[Order, int, int, int], Any] = {}  # placement_bounds.py
         self._counts: dict[tuple[Placement, int, int, int | None, bool], tuple[int, ...]] = {}
         self._units = cache(lambda placement, counts: Units(placement, self.stages(placement), counts, self.kind))
@@ -294,6 +286,11 @@ class Layout:
         return self.work.unit_bytes.setdefault(_in_layers(self.piece), {})
 
     @cached_property
+    def state(self) -> dict[object, int]:
+        """What is known yet, whatever the microbatches."""
+        return self.work.state_of.setdefault((self.mesh, self.piece.zero_shards, self.units), {})
+
+    @cached_property
     def gathered_bytes(self) -> tuple[tuple[int, int], ...]:
         """Of each unit's full weights with ZeRO-3, of all but experts and of experts."""
 
@@ -382,17 +379,21 @@ class Layout:
 
     def _recompute(self, mode: str) -> Sequence[float]:
         """Seconds to recompute each unit, launches included."""
-        found = self._with([mode if unit.numbers else "none" for unit in self.units.layers], ())
+        work, units = self.work, self.units
+        modes = [mode if unit.numbers else "none" for unit in units.layers]
+        given = self.model, units.layers, units.of_ranks, self.piece, work.rates_of(self.mesh), modes, 0, work.lora
+        found = guess_costs(*given)
         return [each + found.launch * (each > 0) for each in found.recompute]
 
     def _offload(self, mode: str, share: float) -> Sequence[float]:
         """Seconds to copy this share of what each unit saves to the host, and as many for the way back; with
         recomputation in all layers of `mode`."""
-        fractions = [share if unit.numbers else 0.0 for unit in self.units.layers]
-        modes = [mode if unit.numbers else "none" for unit in self.units.layers]
-        moved = cuts(self.model, self.units.layers, self.units.stage_of, self.piece, modes, fractions)
-        return self._with((), [each.bytes for each in moved]).offload
-
-    def _with(self, modes: Sequence[str], offloaded: Sequence[int]) -> Costs:
-        work, placed, rates = self.work, self.units.of_ranks, self.work.rates_of(self.mesh)
-        return guess_costs(self.model, self.units.layers, placed, self.piece, rates, modes, 0, work.lora, offloaded)
+        units, host = self.units, self.work.rates_of(self.mesh).host_memory
+        fractions = [share if unit.numbers else 0.0 for unit in units.layers]
+        modes = [mode if unit.numbers else "none" for unit in units.layers]
+        is_sent = [False, *(before != after for before, after in pairwise(units.stage_of))]
+        alike = [*zip(units.kinds, is_sent, strict=True)]
+        examples = {each: unit for unit, each in enumerate(alike)}
+        of = cuts(self.model, units.layers, units.stage_of, self.piece, modes, fractions, [*examples.values()])
+        seconds = {each: host.seconds(cut.bytes) for each, cut in zip(examples, of, strict=True)}
+        return [*map(seconds.__getitem__, alike)]

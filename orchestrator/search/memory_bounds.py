@@ -16,9 +16,10 @@ from pentad.orchestrator.activations.activation_peaks import run_order, stage_ac
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import CUBLAS, bytes_of_reductions
 from pentad.orchestrator.planning.hardware import NODE_GPUS
-from pentad.orchestrator.search.layout import Layout, UnitBytes
+from pentad.orchestrator.search.layout import Layout
 from pentad.orchestrator.search.space import Setting, Sharding
 from pentad.orchestrator.search.time_bounds import Timed
+from pentad.orchestrator.search.units import UnitBytes
 from pentad.schedules.ir.columns import Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.lookup import Lookup
@@ -88,11 +89,10 @@ def _least_in_any_order(layout: Layout, saved: Sequence[Setting], shardings: Seq
 def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, *, buffers: bool = True) -> int:
     """Weights, gradients, master weights and moments of a pipeline rank, its tables, and the smallest buffers that ZeRO
     and peer copies need."""
-    key = "state", layout.units.alike[rank], zero, max_gathered, buffers
-    if key not in layout.known:
-        found = _state_bytes(layout, layout.units.of_ranks[rank], zero, max_gathered, buffers=buffers)
-        layout.known[key] = found + buffers * copy_bytes(layout, rank, zero)
-    return int(layout.known[key])
+    key = layout.units.alike[rank], zero, max_gathered, buffers
+    if key not in layout.state:
+        layout.state[key] = _state_bytes(layout, layout.units.of_ranks[rank], zero, max_gathered, buffers=buffers)
+    return layout.state[key] + (copy_bytes(layout, rank, zero) if buffers else 0)
 
 
 def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: int | None, *, buffers: bool) -> int:
@@ -130,13 +130,19 @@ def most_copy_bytes(layout: Layout) -> int:
 def copy_bytes(layout: Layout, rank: int, zero: int) -> int:
     """What a pipeline rank exchanges rows and gradients in."""
     key = "copies", layout.units.alike[rank], zero > 0
-    if key not in layout.known:
-        piece, rows = layout.piece, 0
-        given = layout.model, layout.mesh, piece.tokens, piece.slices, piece.dtype, piece.cp_method
-        for axis, count in ROW_SLOTS.items():
-            rows += count * largest_message(axis, *given) if _are_copied(layout, axis) else 0
-        layout.known[key] = rows * piece.itemsize + _reduction_bytes(layout, layout.units.of_ranks[rank], zero)
-    return int(layout.known[key])
+    if key not in layout.state:
+        layout.state[key] = _reduction_bytes(layout, layout.units.of_ranks[rank], zero)
+    if "rows" not in layout.known:
+        layout.known["rows"] = _row_slot_bytes(layout)
+    return layout.state[key] + int(layout.known["rows"])
+
+
+def _row_slot_bytes(layout: Layout) -> int:
+    piece, rows = layout.piece, 0
+    given = layout.model, layout.mesh, piece.tokens, piece.slices, piece.dtype, piece.cp_method
+    for axis, count in ROW_SLOTS.items():
+        rows += count * largest_message(axis, *given) if _are_copied(layout, axis) else 0
+    return rows * piece.itemsize
 
 
 def _are_copied(layout: Layout, axis: Axis, zero: int = 0) -> bool:
@@ -235,7 +241,10 @@ class MemoryBounds:
             in_any_order = partial(_in_any_order, layout)
             layout.known[key] = self._most(setting, limit, in_any_order, layout.units.different)
         found = int(layout.known[key])
-        return found if found > limit else self._most(setting, limit, self._in_own_order, self.ranks, found)
+        for own_order in (self._by_stage, self._by_unit):
+            if found <= limit:
+                found = self._most(setting, limit, partial(self._in_own_order, own_order), self.ranks, found)
+        return found
 
     def least_of(self, saved: Iterable[Setting], shardings: Sequence[Sharding], limit: int) -> int:
         """What each of some settings needs at least, with any of some shardings; or one that is within the limit."""
@@ -262,14 +271,20 @@ class MemoryBounds:
                 break
         return found
 
-    def _in_own_order(self, rank: int, setting: Setting) -> int:
-        if (key := (rank, setting.saving)) not in self._known:
-            self._known[key] = 0 if self.layout.model.custom is not None else self._in_order(rank, setting)
+    @property
+    def _alternates(self) -> bool:
+        """Whether units of a forward run between those of a backward."""
+        return self.timed.has_pairs and not self.layout.mesh.is_local
+
+    def _in_own_order(self, activations: Callable[[int, Setting], int], rank: int, setting: Setting) -> int:
+        if (key := (activations, rank, setting.saving)) not in self._known:
+            self._known[key] = 0 if self.layout.model.custom is not None else activations(rank, setting)
         return self._known[key]
 
-    def _in_order(self, rank: int, setting: Setting) -> int:
-        if setting.offload or (self.timed.has_pairs and not self.layout.mesh.is_local):
-            return self._by_unit(rank, setting)
+    def _by_stage(self, rank: int, setting: Setting) -> int:
+        """Of a rank that runs one action at a time, without what is being copied."""
+        if self._alternates:
+            return 0
         stages = self.layout.placement[rank]
         runs = {stage: _of_stage(self.layout, stage, setting) for stage in stages}
         bytes_of = np.array([sum(unit[k] * count for unit, count in runs[stage]) for k in (0, 1) for stage in stages])
@@ -280,6 +295,8 @@ class MemoryBounds:
     def _by_unit(self, rank: int, setting: Setting) -> int:
         """Of a rank that offloads, with what is not copied, or is on its way; or that runs units of a forward between
         those of a backward, which free memory."""
+        if not setting.offload and not self._alternates:
+            return 0
         copies = self.timed.copies
         sizes = np.zeros((copies.program.stages, len(UnitBytes._fields) + 1), int)
         for stage in self.layout.placement[rank]:

@@ -1,14 +1,25 @@
-"""The settings of a layout that save memory, by ZeRO, recomputation and offloading, from fast to slow."""
+"""The settings of a layout that save memory, by ZeRO, recomputation and offloading, from fast to slow; and whether any
+may fit, whatever the order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cache, partial
 from itertools import chain, groupby, product
 
 from pentad.orchestrator.planning.planning import GATHERED_UNITS
-from pentad.orchestrator.search.layout import Layout
-from pentad.orchestrator.search.space import Setting, Sharding, Space
+from pentad.orchestrator.search.branches import LaidOut, Ordered, Shape
+from pentad.orchestrator.search.layout import Layout, Work
+from pentad.orchestrator.search.memory_bounds import (
+    IMPOSSIBLE,
+    least_in_any_order,
+    least_state_bytes,
+    most_copy_bytes,
+)
+from pentad.orchestrator.search.space import Order, Setting, Sharding, Space
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.mesh import Mesh
 
 
 def shardings_of(space: Space, layout: Layout) -> Iterator[tuple[Sharding, ...]]:
@@ -53,3 +64,103 @@ def savings_of(space: Space, setting: Setting, layout: Layout, *, most: bool = F
 def most_saving(space: Space, setting: Setting, layout: Layout, is_plain: bool, is_saving: bool) -> list[Setting]:
     """What takes least of each kind of settings of a group."""
     return [setting] * is_plain + [each[-1] for each in savings_of(space, setting, layout, most=True) if is_saving]
+
+
+class Room:
+    """What may fit into so many bytes of a rank, in any order; and what that which does not needs at least, by mesh.
+    Until it `refuses`, once the first setting that does not fit is named, all may."""
+
+    def __init__(self, work: Work, space: Space, size: int) -> None:
+        self.work, self.space, self.bytes, self.refuses = work, space, size, False
+        self.least: dict[Mesh, int] = {}
+        self.crowded = set[Mesh]()  # on which a plan may fit without slots of peer copies
+        self._most = cache(lambda mesh: max(space.microbatch_counts(work.config, mesh)))
+        self._too_few: dict[tuple[Mesh, Order, int | None, int | None], int] = {}  # microbatches, with which none fits
+
+    def needs(self, mesh: Mesh, least: int, copied: int = 0) -> None:
+        """Notes what a setting of a mesh, which does not fit, needs at least, of which peer copies take so much."""
+        self.least[mesh] = min(least, self.least.get(mesh, least))
+        if least - copied <= self.bytes:
+            self.crowded.add(mesh)
+
+    def has_room(self, layout: Layout, least: int) -> bool:
+        """Whether what needs so much at least may fit."""
+        if least > self.bytes:
+            self.needs(layout.mesh, least, most_copy_bytes(layout))
+        return least <= self.bytes or not self.refuses
+
+    def may_hold_state(self, mesh: Mesh, shapes: Iterable[Shape]) -> bool:
+        """Whether any order of a mesh has room for the state of all its ranks."""
+        least = IMPOSSIBLE
+        for shape, order in ((each, order) for each in shapes for order in self.space.orders_on(*each[:2])):
+            with suppress(PentadError):
+                shards = self.space.shards_on(self.work.config, mesh)[0] or 0
+                layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False, shards=shards)
+                least = min(least, least_state_bytes(layout, max(self.space.zero), of_ends=False))
+            if least <= self.bytes:
+                return True
+        if least < IMPOSSIBLE:
+            self.needs(mesh, least)
+        return False
+
+    def has_room_for_state(self, layout: Layout) -> bool:
+        """Until the first setting that does not fit is named, only the ends of the pipeline count."""
+        least = least_state_bytes(layout, max(self.space.zero), of_ends=not self.refuses)
+        if least > self.bytes:
+            self.needs(layout.mesh, least)
+        return least <= self.bytes
+
+    def may_hold_any(self, shape: Shape, orders: Iterable[Order]) -> bool:
+        """Whether anything of a shape may fit, or is impossible for other reasons, which are to be named. Once
+        something does not fit, the smallest microbatches are tried first: what does not with these never does, as
+        larger ones need no less memory in any order."""
+        if not self.refuses:
+            return True
+        most = shape._replace(microbatches=self._most(shape.mesh))
+        tried, shards = [shape], self.space.shards_on(self.work.config, shape.mesh)
+        for given in product(orders, self.space.unit_layers, shards):
+            for each in tried:
+                found = self.may_hold(Ordered(shape, *given)) and self._holds(Ordered(each, *given))
+            if found:
+                return True
+            tried = [most, shape]
+        return shape.mesh not in self.least
+
+    def _holds(self, branch: Ordered) -> bool:
+        """Whether anything in a branch may fit; not if its microbatches do not go with its order."""
+        with suppress(PentadError):
+            return bool(self.laid_out(branch))
+        return False
+
+    def may_hold(self, branch: Ordered) -> bool:
+        """Whether anything in a branch may fit: not if nothing did with smaller microbatches, or with as large ones."""
+        return branch.shape.microbatches > self._too_few.get((branch.mesh, *branch[1:]), 0)
+
+    def laid_out(self, branch: Ordered) -> list[LaidOut]:
+        """What may fit, by the layout of units."""
+        found = [each for each in self._layouts(branch) if self._may_fit(each)]
+        if not found:
+            self._too_few[branch.mesh, *branch[1:]] = branch.shape.microbatches
+        return found
+
+    def _may_fit(self, each: LaidOut) -> bool:
+        saved, every = most_saving(self.space, *each[:4]), [*chain.from_iterable(each.shardings)]
+        return self.has_room(each.layout, least_in_any_order(each.layout, saved, every, self.bytes))
+
+    def _layouts(self, branch: Ordered) -> list[LaidOut]:
+        shape, order, unit_layers, shards = branch
+        layout_of = partial(self.work.layout, *shape[:2], order, shards=shards or 0)
+        layout = layout_of(unit_layers, by_layer=False)
+        is_other = unit_layers is not None and None in self.space.unit_layers
+        if is_other and layout.units.counts == layout_of(None, by_layer=False).units.counts:
+            return []
+        # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
+        by_layer = layout_of(unit_layers, by_layer=True)
+        is_same = layout.units.counts == by_layer.units.counts
+        has_plain = "none" in self.space.recompute and 0.0 in self.space.offload
+        setting = Setting(*shape[:2], order, unit_layers=unit_layers, shards=shards)
+        shardings = [*shardings_of(self.space, by_layer)]
+        found = [LaidOut(setting, layout, has_plain, is_same, shardings)]
+        if not is_same and 1 not in self.space.unit_layers:
+            found.append(LaidOut(setting, by_layer, False, True, shardings))
+        return found

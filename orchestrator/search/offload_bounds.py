@@ -57,10 +57,11 @@ class Copies:
         forward, backward = columns.action[trips.forward], columns.action[trips.backward]
         before = trips.reload - 1
         before -= columns.op[columns.action_row[before]] == CODE[Op.RECOMPUTE]  # that of the backward at `reload`
+        late = before < trips.release  # others have left, since what takes over their memory waits for that
         edges = [
             (forward, leave),
             (leave, trips.release),
-            (leave, back),
+            (leave[late], back[late]),
             (before, back),
             (back, backward),
             _in_turn(leave, rank, forward),

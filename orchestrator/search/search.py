@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -36,11 +36,9 @@ from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import (
     IMPOSSIBLE,
     MemoryBounds,
-    least_in_any_order,
-    least_state_bytes,
     most_copy_bytes,
 )
-from pentad.orchestrator.search.memory_savings import most_saving, savings_of, shardings_of
+from pentad.orchestrator.search.memory_savings import Room, most_saving, savings_of
 from pentad.orchestrator.search.placement_bounds import order_bound, placement_bound, shape_bound
 from pentad.orchestrator.search.result import Missed, Planned, Refusal, SearchResult, without_evaluation
 from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Space, reset, space_of, with_setting
@@ -83,7 +81,7 @@ def search_space(
 def _add_over_nccl(first: _Search, listed: int) -> None:
     """Adds plans of the meshes on which nothing fits only because of the slots of peer copies."""
     found = first.found
-    meshes = tuple(mesh for mesh in found.refusals if mesh in first.crowded)
+    meshes = tuple(mesh for mesh in found.refusals if mesh in first.room.crowded)
     if not meshes:
         return
     space = replace(first.space, meshes=meshes)
@@ -108,13 +106,12 @@ class _Search:
         self._heap: list[tuple[float, int, Branch]] = []
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}
-        self._least: dict[Mesh, int] = {}
         self._known = dict[Setting, Need]()
-        self.crowded = set[Mesh]()  # on which a plan may fit without slots of peer copies
+        self.room = Room(self.work, space, device.bytes)
 
     def run(self, listed: int) -> None:
         shapes = [*chain.from_iterable(map(self._possible, self.space.meshes))]
-        if any(self._may_hold_state(mesh, of_mesh) for mesh, of_mesh in groupby(shapes, key=attrgetter("mesh"))):
+        if any(self.room.may_hold_state(mesh, of_mesh) for mesh, of_mesh in groupby(shapes, key=attrgetter("mesh"))):
             for shape in shapes:
                 self._push(shape_bound(self.work, *shape), shape)
         listed_meshes = set[Mesh]()
@@ -148,12 +145,6 @@ class _Search:
     def _refuse(self, mesh: Mesh, error: PentadError) -> None:
         self._refused.setdefault(mesh, Counter())[str(error)] += 1
 
-    def _needs(self, mesh: Mesh, least: int, copied: int = 0) -> None:
-        """Notes what a setting of a mesh, which does not fit, needs at least, of which peer copies take so much."""
-        self._least[mesh] = min(least, self._least.get(mesh, least))
-        if least - copied <= self.device.bytes:
-            self.crowded.add(mesh)
-
     def _possible(self, mesh: Mesh) -> Iterator[Shape]:
         """Shapes whose sizes divide."""
         try:
@@ -174,20 +165,6 @@ class _Search:
             except PentadError as error:
                 self._refuse(mesh, error)
 
-    def _may_hold_state(self, mesh: Mesh, shapes: Iterable[Shape]) -> bool:
-        """Whether any order of a mesh has room for the state of all its ranks."""
-        least = IMPOSSIBLE
-        for shape, order in ((each, order) for each in shapes for order in self.space.orders_on(*each[:2])):
-            with suppress(PentadError):
-                shards = self.space.shards_on(self.config, mesh)[0] or 0
-                layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False, shards=shards)
-                least = min(least, least_state_bytes(layout, max(self.space.zero), of_ends=False))
-            if least <= self.device.bytes:
-                return True
-        if least < IMPOSSIBLE:
-            self._needs(mesh, least)
-        return False
-
     def _shapes(self, mesh: Mesh, counts: Sequence[int]) -> Iterator[Shape]:
         for microbatches in counts:
             slices = set(map(self.work.slices, self.space.orders_on(mesh, microbatches)))
@@ -207,9 +184,9 @@ class _Search:
                 self._step(branch)
 
     def _orders(self, shape: Shape) -> None:
-        for order in self.space.orders_on(shape.mesh, shape.microbatches):
-            if self.work.slices(order) != shape.slices:
-                continue
+        orders = self.space.orders_on(shape.mesh, shape.microbatches)
+        orders = [order for order in orders if self.work.slices(order) == shape.slices]
+        for order in orders if self.room.may_hold_any(shape, orders) else ():
             try:
                 self._order(shape, order)
             except PentadError as error:
@@ -219,37 +196,15 @@ class _Search:
         """By units, of which more take no less time."""
         for shards in self.space.shards_on(self.config, shape.mesh):
             layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False, shards=shards or 0)
-            for unit in self.space.unit_layers if self._has_room_for_state(layout) else ():
-                self._push(placement_bound(layout, order, shape.microbatches), Ordered(shape, order, unit, shards))
-
-    def _has_room_for_state(self, layout: Layout) -> bool:
-        """Until the first setting that does not fit is named, only the ends of the pipeline count."""
-        least = least_state_bytes(layout, max(self.space.zero), of_ends=self.found.missed is None)
-        if least > self.device.bytes:
-            self._needs(layout.mesh, least)
-        return least <= self.device.bytes
+            for unit in self.space.unit_layers if self.room.has_room_for_state(layout) else ():
+                branch = Ordered(shape, order, unit, shards)
+                if self.room.may_hold(branch):
+                    self._push(placement_bound(layout, order, shape.microbatches), branch)
 
     def _layouts(self, branch: Ordered) -> None:
-        """By the layout of units."""
-        shape, order, unit_layers, shards = branch
-        layout_of = partial(self.work.layout, *shape[:2], order, shards=shards or 0)
-        layout = layout_of(unit_layers, by_layer=False)
-        is_other = unit_layers is not None and None in self.space.unit_layers
-        if is_other and layout.units.counts == layout_of(None, by_layer=False).units.counts:
-            return
-        # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
-        by_layer = layout_of(unit_layers, by_layer=True)
-        is_same = layout.units.counts == by_layer.units.counts
-        has_plain = "none" in self.space.recompute and 0.0 in self.space.offload
-        setting = Setting(*shape[:2], order, unit_layers=unit_layers, shards=shards)
-        shardings = [*shardings_of(self.space, by_layer)]
-        found = [LaidOut(setting, layout, has_plain, is_same, shardings)]
-        if not is_same and 1 not in self.space.unit_layers:
-            found.append(LaidOut(setting, by_layer, False, True, shardings))
-        for each in found:
-            saved, every = most_saving(self.space, *each[:4]), [*chain.from_iterable(shardings)]
-            if self._may_fit(each.layout, least_in_any_order(each.layout, saved, every, self.device.bytes)):
-                self._push(order_bound(each.layout, order, shape.microbatches), each)
+        if self.room.may_hold(branch):
+            for each in self.room.laid_out(branch):
+                self._push(order_bound(each.layout, branch.order, branch.shape.microbatches), each)
 
     def _groups(self, branch: LaidOut) -> None:
         """By ZeRO's stage and gathered units, with the order that is made here if any may fit."""
@@ -257,14 +212,8 @@ class _Search:
         saved, timed = most_saving(self.space, *branch[:4]), Timed(layout, setting.order, setting.microbatches)
         bounds = MemoryBounds(layout, timed)
         for row in shardings:
-            if self._may_fit(layout, bounds.least_of(saved, row, self.device.bytes)):
+            if self.room.has_room(layout, bounds.least_of(saved, row, self.device.bytes)):
                 self._push_group(Group(setting, timed, bounds, is_plain, is_saving, row))
-
-    def _may_fit(self, layout: Layout, least: int) -> bool:
-        """Whether what needs so much at least may, or else is to be named as the first that does not."""
-        if least > self.device.bytes:
-            self._needs(layout.mesh, least, most_copy_bytes(layout))
-        return least <= self.device.bytes or self.found.missed is None
 
     def _push_group(self, group: Group, least: float = 0.0) -> None:
         """With the first of its later shardings, which takes at least this many seconds."""
@@ -284,6 +233,7 @@ class _Search:
                 return
             if seconds is None and self.found.missed is None and needed < IMPOSSIBLE and self._is_possible(setting):
                 self.found.missed = Missed(setting, timed.bound(setting.zero, setting.max_gathered))
+                self.room.refuses = True
         chains = dict(self._chains(group, rooms)) if is_saving else {}
         self._push_group(group._replace(chains={**group.chains, **chains}))
         for each in chains.values():
@@ -298,7 +248,7 @@ class _Search:
         least = bounds.least(setting, self.device.bytes)
         if least <= self.device.bytes:
             return self._planned(setting, bounds.timed)
-        self._needs(setting.mesh, least, most_copy_bytes(bounds.layout))
+        self.room.needs(setting.mesh, least, most_copy_bytes(bounds.layout))
         return least, None
 
     def _chains(self, group: Group, rooms: Sequence[int]) -> Iterator[tuple[tuple[int, int], Chain]]:
@@ -314,7 +264,7 @@ class _Search:
                 of, faster = partial(variants, setting), group.chains.get(key)
                 yield key, Chain(settings, of, timed, bounds, plain, room, -1, len(settings), faster)
             elif room == self.device.bytes:  # not even its last setting fits
-                self._needs(setting.mesh, least, most_copy_bytes(timed.layout))
+                self.room.needs(setting.mesh, least, most_copy_bytes(timed.layout))
 
     def _variants(self, setting: Setting) -> Variants:
         return Variants(with_setting(self.compared, setting, self.held), "cuda", self.device)
@@ -359,7 +309,7 @@ class _Search:
             self.found.planned += 1
             needed = variants.needed(plan)
             if needed > self.device.bytes:
-                self._needs(setting.mesh, needed, most_copy_bytes(timed.layout))
+                self.room.needs(setting.mesh, needed, most_copy_bytes(timed.layout))
                 return needed, None
             seconds = variants.seconds(plan)
             is_final = self.evaluates_nothing and variants.is_exact(plan) and not shards_differ(plan)
@@ -388,13 +338,13 @@ class _Search:
             fit = fit_of(plan, self.device)
             if fit.ok:
                 return Planned(timed.setting, config, plan, simulated_seconds(plan), fit.needed)
-            self._needs(timed.setting.mesh, fit.needed)
+            self.room.needs(timed.setting.mesh, fit.needed)
         return None
 
     def _conclude(self, mesh: Mesh) -> None:
         """Notes why a mesh has no plan."""
-        if mesh in self._least:
-            self.found.refusals[mesh] = Refusal.for_memory(mesh, self.device.bytes, self._least[mesh])
+        if mesh in self.room.least:
+            self.found.refusals[mesh] = Refusal.for_memory(mesh, self.device.bytes, self.room.least[mesh])
         else:
             refused = self._refused.get(mesh, Counter({"no setting is possible": 1}))
             self.found.refusals[mesh] = Refusal(refused.most_common(1)[0][0])

@@ -6,11 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 from pentad.orchestrator.search.space import Placement
 from pentad.schedules.passes.units import place_units
 from pentad.schedules.spec.plan import split_layers_into_units
 from pentad.schedules.spec.tensors import LayerRange
+
+
+class UnitBytes(NamedTuple):
+    """Bytes of one piece in a unit: between F and B and between B and W, and at most during F and during B or BW."""
+
+    saved: int
+    deferred: int
+    forward: int
+    backward: int
+    both: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ tensors that are cut. Lifetimes follow from the program, so slots are assigned o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ def arena(program: Program, rank: int, slots: Sequence[tuple[int, int]]) -> Aren
     cell = columns.stage[first], columns.microbatch[first]
     last, bytes_of = last_row[cell], -(-np.array(slots) // ALIGNMENT) * ALIGNMENT
     sizes = bytes_of[cell[0]].T
-    offsets = [_offsets(first, last, each) for each in sizes]
+    offsets = _offsets(first, last, sizes)
     layouts = zip(offsets, sizes, strict=True)
     found = ((int((at + size).max()), int(most_in_use(first, last, size))) for at, size in layouts)
     totals, bounds = zip(*found, strict=True)
@@ -57,10 +58,12 @@ def arena(program: Program, rank: int, slots: Sequence[tuple[int, int]]) -> Aren
     return Arena(dict(zip(cells, pairs, strict=True)), totals, bounds)
 
 
-def _offsets(first: Array, last: Array, sizes: Array) -> Array:
-    if (sizes == sizes[0]).all():
-        return _lowest_slots(first, last) * sizes[0]
-    return first_fit(sizes, overlapping(first, last))
+def _offsets(first: Array, last: Array, sizes: Array) -> list[Array]:
+    """By row of `sizes`."""
+    lowest = cache(lambda: _lowest_slots(first, last))
+    return [
+        lowest() * each[0] if (each == each[0]).all() else first_fit(each, overlapping(first, last)) for each in sizes
+    ]
 
 
 def _lowest_slots(first: Array, last: Array) -> Array:

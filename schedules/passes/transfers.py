@@ -14,7 +14,7 @@ from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import insert_rows
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.dependencies import action_times, data_dependencies
+from pentad.schedules.simulate.dependencies import action_levels, action_times, compute_graph, data_dependencies
 
 _F = CODE[Op.F]
 _ALPHABETICAL = np.argsort(np.argsort([op.value for op in OPS]))  # rank of an op's name, by op code
@@ -51,9 +51,13 @@ def add_transfers(program: Program, costs: Costs, *, gated: bool, post_validatio
 
 def _plan_transfers(program: Program, costs: Costs, *, gated: bool, post_validation: bool) -> _Transfers:
     columns = program.columns
-    starts, ends = action_times(program, costs)
     consumer, producer = data_dependencies(program)
     remote = columns.rank[consumer] != columns.rank[producer]
+    if remote.any():
+        starts, ends = action_times(program, costs)
+    else:  # nobody waits for these
+        action_levels(program, compute_graph(program, costs))
+        starts = ends = np.zeros(len(columns.action_row))
     consumer, producer = consumer[remote], producer[remote]
     source, target, sent = columns.rank[producer], columns.rank[consumer], ends[columns.action[producer]]
     before = np.empty(len(consumer), int)

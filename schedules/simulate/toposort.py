@@ -47,6 +47,8 @@ def grouped(group: Array, groups: int) -> tuple[Array, Array]:
 
 
 def topological_levels(graph: Graph) -> Levels:
+    if graph.width < WIDE and (graph.source < graph.target).all():  # as on one rank
+        return Levels(np.arange(graph.events), [])
     by_source, first = grouped(graph.source, graph.events)
     successors = graph.target[by_source]
     missing = np.bincount(graph.target, minlength=graph.events)  # predecessors that are not in the order yet
@@ -112,28 +114,30 @@ def earliest_times(graph: Graph, levels: Levels, first: Array, second: Array) ->
 
 def _times_one_by_one(graph: Graph, order: Array, first: Array, second: Array) -> tuple[Array, Array]:
     by_target, bounds = grouped(graph.target, graph.events)
-    # Events are renumbered by their order, from 1. Nearly all have at most two predecessors; a missing one is number 0,
-    # which ends at 0.
+    # Events are renumbered by their order, from 1. Nearly all have at most two predecessors, and no delays; a missing
+    # one is number 0, which ends at 0. Other edges are looked at apart.
     number = np.zeros(graph.events, int)
     number[order] = np.arange(1, len(order) + 1)
-    sources = np.append(number[graph.source[by_target]], 0)
-    delays = np.append(np.zeros(len(by_target)) if graph.delay is None else graph.delay[by_target], 0.0)
-    below, above = bounds[order], bounds[order + 1]
-    edges = np.stack([np.where(below + k < above, below + k, len(by_target)) for k in (0, 1)])
-    more: list[range | None] = [None] * len(order)
-    many = np.flatnonzero(above - below > 2)
-    for event, low, high in zip(many.tolist(), (below[many] + 2).tolist(), above[many].tolist(), strict=True):
-        more[event] = range(low, high)
-    starts, ends, source, delay = list[float](), [0.0], sources.tolist(), delays.tolist()
-    seconds = first[order].tolist(), second[order].tolist()
-    rows = zip(*seconds, *sources[edges].tolist(), *delays[edges].tolist(), more, strict=True)
-    for before, after, one, other, one_delay, other_delay, others in rows:
-        start, ready = ends[one] + one_delay, ends[other] + other_delay
+    sources, target = np.append(number[graph.source[by_target]], 0), graph.target[by_target]
+    edges = np.stack([np.where(bounds[order] + k < bounds[order + 1], bounds[order] + k, -1) for k in (0, 1)])
+    delay = np.zeros(len(by_target)) if graph.delay is None else graph.delay[by_target]
+    apart = np.flatnonzero((np.arange(len(by_target)) - bounds[target] > 1) | (delay > 0))
+    more: list[list[tuple[int, float]] | None] = [None] * (len(order) + 1)
+    pairs = zip(sources[apart].tolist(), delay[apart].tolist(), strict=True)
+    for event, edge in zip(number[target[apart]].tolist(), pairs, strict=True):
+        if (known := more[event]) is None:
+            more[event] = [edge]
+        else:
+            known.append(edge)
+    starts, ends = list[float](), [0.0]
+    rows = zip(first[order].tolist(), second[order].tolist(), *sources[edges].tolist(), more[1:], strict=True)
+    for before, after, one, other, others in rows:
+        start, ready = ends[one], ends[other]
         if ready > start:
             start = ready
-        if others:
-            for k in others:
-                ready = ends[source[k]] + delay[k]
+        if others is not None:
+            for source, seconds in others:
+                ready = ends[source] + seconds
                 if ready > start:
                     start = ready
         starts.append(start)

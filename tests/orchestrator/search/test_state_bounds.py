@@ -11,7 +11,7 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.estimate import memory
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.search.layout import Work
-from pentad.orchestrator.search.memory_bounds import state_bytes
+from pentad.orchestrator.search.memory_bounds import least_in_any_order, state_bytes
 from pentad.orchestrator.search.result import plan_setting
 from pentad.orchestrator.search.search import search
 from pentad.orchestrator.search.space import Order, Setting
@@ -56,3 +56,21 @@ def test_bounds_count_slots_tables_and_gathered_units(mesh: Mesh, zero: int, red
         state, needed = state_bytes(layout, pp, zero, None), found["total"] - found["activations"] - found["graphs"]
         received = (mesh.pp > 1) * 2 * layout.piece.stream(4096)
         assert needed - received - 8 * 2**20 < state <= needed
+
+
+@pytest.mark.parametrize("saving", [("none", 0.0), ("attention", 0.0), ("full", 0.0), ("none", 1.0)])
+@pytest.mark.parametrize("order", [Order("1f1b"), Order("zb-v"), Order("dualpipe"), Order("seq-1f1b")])
+@pytest.mark.parametrize("mesh", [Mesh(dp=2, pp=2), Mesh(pp=2, tp=4), Mesh(pp=4, ep=2)])
+def test_larger_microbatches_need_no_less_memory_in_any_order(
+    mesh: Mesh, order: Order, saving: tuple[str, float]
+) -> None:
+    """So a search need not look at them where smaller ones do not fit."""
+    sizes = ["layers=16", "hidden=1024", "heads=8", "kv_heads=8", "ffn=4096", "vocab=32000"]
+    experts = ["family=mixtral", "experts.num_experts=8", "experts.top_k=2", "experts.intermediate_size=1024"]
+    sizes += experts * (mesh.ep > 1)
+    work, least = Work(load(None, [*(f"model.{each}" for each in sizes), *WORDS])), list[int]()
+    for count in (8, 16, 32):
+        setting = Setting(mesh, count, order, recompute=saving[0], offload=saving[1])
+        layout = work.layout_of(setting)
+        least.append(least_in_any_order(layout, [setting], [(zero, None) for zero in (0, 1, 2, 3)], 0))
+    assert least == sorted(least, reverse=True)
