@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pentad.orchestrator.records.json_lines import reported
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.regular_files import regular_file
 
 LOCK = ".lock"
 _GENERATION_AT = 20  # bytes
@@ -43,7 +44,7 @@ class RunLock:
 
 def holder_of(path: Path) -> str:
     """The process that has locked the folder of a run; empty if none is known to."""
-    with suppress(OSError), (path / LOCK).open("rb") as file:
+    with suppress(OSError, PentadError), regular_file(path / LOCK).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

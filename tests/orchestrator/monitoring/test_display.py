@@ -1,5 +1,4 @@
-"""The display prints one line per step in logs and a live table in terminals, never wider than the screen or cut
-off."""
+"""The display prints one line per step in logs and a live table in terminals, never wider than the screen."""
 
 import errno
 import io
@@ -304,15 +303,12 @@ def test_a_large_mesh_shows_some_ranks_and_the_number_of_others() -> None:
     assert "and 32 more" in shown(screen)
 
 
-def test_a_large_mesh_shows_the_memory_of_every_pipeline_rank_and_names_the_rows_of_the_step_after_them() -> None:
+def test_a_large_mesh_shows_the_memory_and_the_step_of_each_pipeline_rank() -> None:
     plan, costs, _ = planned("mesh.dp=16", "batch.global_batch_size=128")
-    screen = console(terminal=False)
-    print_plan(screen, plan, costs)
-    text = shown(screen)
-    assert re.findall(r"^ +(\d+-\d+) +(pp\d) .*MiB", text, re.M) == [
-        (f"{16 * pp}-{16 * pp + 15}", f"pp{pp}") for pp in range(plan.mesh.pp)
-    ]
-    assert re.findall(r"^ (pp\d) [\[FBW.]", text, re.M) == [f"pp{pp}" for pp in range(plan.mesh.pp)]
+    print_plan(screen := console(terminal=False), plan, costs)
+    rows = [(f"{16 * pp}-{16 * pp + 15}", f"pp{pp}") for pp in range(plan.mesh.pp)]
+    assert re.findall(r"^ +(\d+-\d+) +(pp\d) .*MiB", shown(screen), re.M) == rows
+    assert re.findall(r"^ (pp\d) [\[FBW.]", shown(screen), re.M) == [name for _, name in rows]
 
 
 def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
