@@ -55,7 +55,7 @@ def _plan_transfers(program: Program, costs: Costs, *, gated: bool, post_validat
     remote = columns.rank[consumer] != columns.rank[producer]
     if remote.any():
         starts, ends = action_times(program, costs)
-    else:  # nobody waits for these
+    else:  # nothing is sent: times do not matter, but no order may be a circle
         action_levels(program, compute_graph(program, costs))
         starts = ends = np.zeros(len(columns.action_row))
     consumer, producer = consumer[remote], producer[remote]
