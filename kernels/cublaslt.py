@@ -23,6 +23,7 @@ SCALE_MODE = {ScalingType.TensorWise: 0, ScalingType.RowWise: 3, ScalingType.Blo
 MAX_WORKSPACE_BYTES = 1
 MIN_ALIGNMENTS = 5, 6, 7, 8
 ALIGNMENT = 16  # bytes, of all addresses
+NOT_SUPPORTED = 15
 
 
 class Scaled(NamedTuple):
@@ -107,15 +108,18 @@ def _prepared(product: Product) -> Prepared | None:
 
 
 def _algorithm(device: int, operation: c_void_p, layouts: tuple[c_void_p, c_void_p, c_void_p]) -> Algorithm | None:
-    """The one that cuBLAS proposes."""
+    """The one that cuBLAS proposes, if it does."""
     library, preference, proposal, count = _library(), c_void_p(), Proposal(), c_int()
     _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
     _set(library.cublasLtMatmulPreferenceSetAttribute, preference, MAX_WORKSPACE_BYTES, c_size_t(0))
     for attribute in MIN_ALIGNMENTS:
         _set(library.cublasLtMatmulPreferenceSetAttribute, preference, attribute, c_uint32(ALIGNMENT))
     given = _handle(device), operation, *layouts, layouts[2], preference
-    library.cublasLtMatmulAlgoGetHeuristic(*given, 1, byref(proposal), byref(count))  # fails where there is none
+    status = library.cublasLtMatmulAlgoGetHeuristic(*given, 1, byref(proposal), byref(count))
     _check(library.cublasLtMatmulPreferenceDestroy(preference))
+    if status == NOT_SUPPORTED:
+        return None
+    _check(status)
     return proposal.algorithm if count.value else None
 
 

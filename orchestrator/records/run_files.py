@@ -65,7 +65,7 @@ class RunFiles:
         self.lock, self.turn, self.syncing = threading.RLock(), threading.Lock(), threading.Lock()
         self.writer_stopped = threading.Condition(self.lock)
         self.writer_woken = threading.Condition(self.lock)
-        self.is_writing = self.is_behind = self.is_given_up = False  # behind, given up: it was waited for in vain
+        self.is_writing = self.is_behind = self.is_given_up = False  # behind, given up: nobody waits any more
         self.is_idle = self.is_closed = False
         self.moved_at = 0.0  # monotonic second in which the writer began, or the disk last took something
         self.refusal: BaseException | None = None  # why the disk did not take the first change

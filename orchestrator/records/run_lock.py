@@ -53,7 +53,7 @@ def holder_of(path: Path) -> str:
 
 
 def _holder(descriptor: int) -> str:
-    return os.pread(descriptor, _GENERATION_AT, 0).decode().strip() or "unknown"
+    return os.pread(descriptor, _GENERATION_AT, 0).decode("ascii", "replace").strip() or "unknown"
 
 
 @contextmanager
