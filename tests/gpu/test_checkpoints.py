@@ -51,8 +51,9 @@ def test_a_checkpoint_saved_while_the_next_steps_run_has_the_bits_of_its_step(
 
 
 def large_plan(corpus: str, dp: int) -> Plan:
-    """Steps of some tenths of a second on one GPU."""
-    return on_gpu(plan_of("1f1b", dp, 1, 64, corpus, "bfloat16", model=LARGE))
+    """Steps of some tenths of a second on one GPU, which never waits for the host to launch what follows."""
+    plan = on_gpu(plan_of("1f1b", dp, 1, 16, corpus, "bfloat16", model=LARGE))
+    return replace(plan, batch=replace(plan.batch, sequence_length=2048))
 
 
 def seconds_of(ranks: list[WorkerProcess], first: int, folder: Path | None) -> tuple[float, int]:

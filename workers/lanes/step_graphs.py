@@ -8,6 +8,7 @@ tokens, and which of two buffers its sums go to. Such steps have the same `key`.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, suppress
@@ -105,9 +106,12 @@ class StepGraphs:
 class CudaGraph:
     def __init__(self, pool: Any) -> None:
         self.graph, self.pool = torch.cuda.CUDAGraph(), pool
+        self.in_use, self.is_freed = threading.Lock(), False
 
     def capture(self, work: Callable[[], None]) -> None:
-        with gc_paused():  # what is freed of an earlier generation, such as pinned memory, may end the capture
+        with self.in_use, gc_paused():  # what is freed of an earlier generation, as pinned memory, may end the capture
+            if self.is_freed:
+                raise RuntimeError("the generation of this graph has ended")
             # Other threads may allocate meanwhile, or ask for the state of their events.
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
@@ -119,24 +123,33 @@ class CudaGraph:
             self.graph.capture_end()
 
     def launch(self) -> None:
-        self.graph.replay()
+        """Raises RuntimeError once it is freed."""
+        with self.in_use:
+            self.graph.replay()
+
+    def free(self) -> None:
+        """Unlike the destructor, this leaves the GIL to others while it waits for a launch under way."""
+        with self.in_use:
+            self.is_freed = True
+            self.graph.reset()
 
 
 class CudaGraphMemory:
     def __init__(self) -> None:
         self.pool = torch.cuda.MemPool()
-        self.first: CudaGraph | None = None  # torch closes the pool to new graphs when its last one is deleted
+        self.graphs: list[CudaGraph] = []  # torch closes the pool to new ones when the last is deleted
 
     def graph(self) -> CudaGraph:
-        graph = CudaGraph(self.pool.id)
-        self.first = self.first or graph
-        return graph
+        self.graphs.append(CudaGraph(self.pool.id))
+        return self.graphs[-1]
 
     def allocating(self) -> AbstractContextManager[None]:
         return torch.cuda.use_mem_pool(self.pool)
 
     def release(self) -> None:
-        self.first = None
+        for graph in self.graphs:
+            graph.free()
+        self.graphs.clear()
 
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.is_contiguous()

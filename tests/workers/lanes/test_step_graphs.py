@@ -3,18 +3,21 @@ captured refers to nothing that another step would find elsewhere or changed."""
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from dataclasses import replace
-from typing import Any
-from unittest.mock import patch
+from typing import Any, cast
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 from bits import same_bits
 from plans import SHALLOW, plan_of
 from recorded_graphs import RecordedMemory
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.workers.lanes.step_graphs import StepGraphs
+from pentad.workers.lanes.step_graphs import CudaGraphMemory, StepGraphs
 from pentad.workers.runtime import runner as runner_module
 from pentad.workers.runtime.runner import Runner
 
@@ -69,3 +72,41 @@ def test_graphs_are_freed_before_communicators_are_closed(corpus, tmp_path) -> N
     finally:
         runner.close()
     assert graphs and found == [False]
+
+
+class FakeGraph:
+    """Of torch: `replay` takes until `finish`, and both are called without the GIL."""
+
+    def __init__(self) -> None:
+        self.calls, self.finish = list[str](), threading.Event()
+
+    def replay(self) -> None:
+        assert "reset" not in self.calls
+        self.finish.wait(10)
+        self.calls.append("replay")
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+
+def test_graphs_are_freed_after_the_launch_under_way_and_captured_no_more() -> None:
+    """By torch's `reset`: its destructor waits with the GIL for kernels that end only once another thread has aborted
+    their communicator."""
+    with patch.multiple(torch.cuda, MemPool=Mock, CUDAGraph=FakeGraph):
+        memory = CudaGraphMemory()
+        graph, late = memory.graph(), memory.graph()
+    fake, late_fake = cast(FakeGraph, graph.graph), cast(FakeGraph, late.graph)
+    launch, release = threading.Thread(target=graph.launch), threading.Thread(target=memory.release)
+    launch.start()
+    while not graph.in_use.locked():
+        time.sleep(0.001)
+    release.start()
+    time.sleep(0.05)
+    assert fake.calls == []
+    fake.finish.set()
+    for thread in (launch, release):
+        thread.join(10)
+    assert fake.calls == ["replay", "reset"]
+    assert late_fake.calls == ["reset"]
+    with pytest.raises(RuntimeError, match="ended"):
+        late.capture(lambda: None)
