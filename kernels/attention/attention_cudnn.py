@@ -7,6 +7,7 @@ sequences, and of one sequence as many key-value heads, as `WORKSPACE` bytes suf
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -101,7 +102,16 @@ def _handle(device: torch.device) -> Any:
 
 @cache
 def _graph(device: torch.device, key: tuple[Any, ...], causal: bool, scale: float) -> _Graph:
-    """For q, k, v, out, dout, lse, dq, dk and dv of these (sizes, strides, dtype)."""
+    """For q, k, v, out, dout, lse, dq, dk and dv of these (sizes, strides, dtype).
+
+    Built on a thread of its own: what its library catches may refer to the frames of callers, and so to the tensors of
+    a whole layer, until the garbage collector runs.
+    """
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,)) as thread:
+        return thread.submit(_built, device, key, causal, scale).result()
+
+
+def _built(device: torch.device, key: tuple[Any, ...], causal: bool, scale: float) -> _Graph:
     cudnn = frontend()
     dtypes = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF", torch.float32: "FLOAT"}
     types = {dtype: getattr(cudnn.data_type, name) for dtype, name in dtypes.items()}

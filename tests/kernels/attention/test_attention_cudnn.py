@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from pentad.kernels.attention.attention_partial import (
 )
 from pentad.kernels.attention.attention_reference import AttentionOptions, partial_attention_backward_reference
 from pentad.kernels.backend import KernelsInUse, use_kernels
+from pentad.schedules.ir.gc_pause import gc_paused
 
 CAUSAL = AttentionOptions(True, 0.25, True)
 
@@ -114,6 +118,34 @@ def test_parts_make_up_the_whole(monkeypatch: pytest.MonkeyPatch, part: Part, ke
     assert len(calls) == 8 // (part.rows * part.kv_heads)
     for x, y in zip(found, expected, strict=True):
         assert torch.allclose(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_caught_while_a_graph_is_built_keeps_no_tensor_of_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that refers to itself by way of the frame that caught it is freed by the garbage collector alone."""
+
+    def build(modes: object) -> None:
+        try:
+            raise ValueError
+        except ValueError as error:
+            caught = error  # noqa: F841
+
+    library = Mock()
+    library.pygraph.return_value = SimpleNamespace(
+        build=build, tensor=Mock(), sdpa_backward=lambda **_: (), execute=Mock(), get_workspace_size=lambda: 0
+    )
+    monkeypatch.setattr(attention_cudnn, "frontend", lambda: library)
+    monkeypatch.setattr(attention_cudnn, "_handle", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    kept = list[weakref.ref[Tensor]]()
+
+    def backward() -> None:
+        large = torch.zeros(8)
+        attention_cudnn._graph.__wrapped__(large.device, (((), (), torch.bfloat16),) * 6, True, 1.0)
+        kept.append(weakref.ref(large))
+
+    with gc_paused():
+        backward()
+        assert kept[0]() is None
 
 
 CASES = [
