@@ -17,7 +17,7 @@ SAMPLE = {
     "vtrain-single-node": (7,),
     "megatron-h100": (1,),
     "nanotron": (5,),
-    "moe": (1,),
+    "moe": (1, 4),
 }
 
 
