@@ -135,7 +135,7 @@ class Executor:
             each.close()
 
     def validate(self) -> bool:
-        """VALIDATE: commits the previous step. False if its weights have changed since."""
+        """VALIDATE: commits the previous step. False if that has changed the compute weights."""
         valid = self.optimizer_step.validate(self.check)
         if not valid:
             self.collectives.after_update()
@@ -272,7 +272,7 @@ class Executor:
                 assert_never(part.op)
 
     def _update(self) -> None:
-        """STEP, which waits only for this rank's NORM: with post-validation, no other rank has to be waited for."""
+        """STEP, once this rank's NORM is done; with post-validation, NORM waits for no other rank."""
         self.lanes.join(NORM)
         self.optimizer_step.step(self.step, self.check)
         self.shards.updated(self.collectives)

@@ -29,7 +29,7 @@ from pentad.workers.runtime.rank_program import RankProgram
 
 MOST_EVENTS = 100_000  # per rank and step: less than 1 MB, and some seconds of the host
 MOST_NAME = 200  # characters of a kernel's name
-MARK = "pentad instruction "  # prefix of instructions in the profiler's events
+MARK = "pentad instruction "  # prefix of the profiler's names for instructions
 CUDA_CALLS = ("cuda", "cuLaunch", "cuMem", "cuStream", "cuEvent", "cuGraph")  # calls of the runtime and of the driver
 NO_KERNELS = "torch's profiler saw no kernels: CUPTI is missing, or another profiler uses it"
 _in_use = threading.Lock()  # a process has one profiler, which an abandoned thread may still hold
