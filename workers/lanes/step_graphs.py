@@ -44,7 +44,7 @@ class GraphMemory(Protocol):
         """A tensor on the same memory that does not keep it alive."""
 
     def release(self) -> None:
-        """Frees the graphs and their memory."""
+        """Frees the graphs."""
 
 
 class StepGraphs:

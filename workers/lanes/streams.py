@@ -22,7 +22,7 @@ from pentad.workers.rank_waits import rank_waits
 from pentad.workers.run_delay import run_delay
 
 AHEAD = 2  # instructions that the host issues ahead of the compute lane
-BETWEEN = ("HOST", -1)  # instructions
+BETWEEN = ("HOST", -1)  # between instructions
 OpSeconds = dict[tuple[str, int], float]  # of a step, by op and stage
 Check = Callable[[], None]  # called while the host waits; raises Aborted once the generation is over
 
