@@ -42,7 +42,7 @@ def _post(
 
 @contextmanager
 def _batch(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[Arrival]]:
-    """Makes everything posted within one operation of the GPU, which the list holds at the end.
+    """Coalesces what is posted within into one operation of the GPU, which the list holds at the end.
 
     `batch_isend_irecv` would leave NCCL's group call open if a message could not be posted because the generation has
     been aborted: nothing that this thread launched later, in any generation, would ever start.
