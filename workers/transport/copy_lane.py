@@ -14,7 +14,7 @@ EVENTS = 64  # far more than copies are in flight
 
 
 class Lane(Protocol):
-    """The stream, known as `handle` to flags and memory."""
+    """A stream; flags and memory know it by its `handle`."""
 
     handle: Any
 
