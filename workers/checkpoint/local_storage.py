@@ -34,7 +34,7 @@ class Storage(Protocol[L]):
     """Files in folders, all named by one kind of location. Every method raises OSError."""
 
     may_rot: bool  # whether a file's bytes may change; otherwise its size proves it intact
-    grace_seconds: float  # after which a file listed in no manifest is abandoned; until then it may be being written
+    grace_seconds: float  # after which a file in no manifest is abandoned; until then others may be writing it
 
     def folders(self, root: L) -> list[str]:
         """The names of the folders in `root`, without links. Empty if there is no such folder."""

@@ -109,7 +109,7 @@ class Snapshots:
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
-        """Within, the state changes; afterwards it is that of `step` steps."""
+        """Wraps a change of the state, which is then that of `step` steps."""
         if self._end is not None:
             torch.cuda.current_stream(self.device).wait_event(self._end)
         with self._changed:

@@ -105,7 +105,7 @@ class BaseStage(ABC):
         self.weights_changed()
 
     def use_8_bits(self, used: bool) -> None:
-        """Sets whether the products that the plan says are in 8 bits from now on, or all in the compute dtype."""
+        """From now on, runs products in 8 bits where the plan says so (`used`), or all in the compute dtype."""
         self.in_8_bits = used
         self.bind()
 
@@ -174,8 +174,8 @@ class BaseStage(ABC):
 
     @contextmanager
     def replaying(self, step: int) -> Iterator[None]:
-        """Between two steps: within, all replicas of the stage compute the same from the same inputs, in a microbatch
-        that counts for no step. Overwrites gradients."""
+        """Between two steps: within the block, all replicas of the stage compute the same from the same inputs, in a
+        microbatch that counts for no step. Overwrites gradients."""
         self.begin(step, self.plan.batch.microbatches, self.plan.batch.tokens)
         if self.casts is not None:
             self.casts.samples = None

@@ -212,8 +212,8 @@ class Layer(NamedTuple):
     def keep(
         self, saved: LayerSaved, recomputable: Any, recomputed: Collection[str], split: RowSplit | None = None
     ) -> LayerKept:
-        """What is left without these parts of the layer (schedules/passes/recompute.py); with `split`, the first rows
-        of those that work on rows are kept as well."""
+        """What is kept if these parts of the layer are recomputed (schedules/passes/recompute.py); with `split`, also
+        the first rows of those that work on rows."""
         sublayer: Any = self.attention.sublayer
         attention = saved.attention._replace(sublayer=sublayer.keep(saved.attention.sublayer, recomputed, split))
         mlp: ResidualSaved | KeptNetwork = saved.mlp

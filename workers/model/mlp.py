@@ -17,8 +17,8 @@ from pentad.workers.parallel.async_ops import Task, gather2, ready, run_to_compl
 
 
 class MLP(NamedTuple):
-    """I is this rank's part of the intermediate size. Recomputable is gate_up [T, 2I], the largest activation of a
-    dense layer."""
+    """I is this rank's part of the intermediate size. gate_up [T, 2I], the largest activation of a dense layer, is
+    recomputable."""
 
     gate_up: Linear  # [2I, H]
     down: Linear  # [H, I]

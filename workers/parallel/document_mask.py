@@ -1,6 +1,6 @@
 """Document masks: a cp rank's causal attention as blocks of queries and keys in which only the diagonal is masked.
 
-Every document is cut into chunks, two for each rank, which holds first the first ones of all documents, then the second
+Every document is cut into chunks, two for each rank; a rank holds the first ones of all documents, and then the second
 ones (schedules/spec/cp_layout.py). A block has the queries of one of its two chunks and the keys of an earlier chunk,
 on this rank or another; each document is a segment whose queries all see its keys. With a sliding window, queries and
 keys out of reach become segments of their own that see nothing, and of the rest a band is visible.

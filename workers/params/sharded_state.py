@@ -2,7 +2,7 @@
 
 `model.embedding` is a full tensor; `model.embedding@0-150,0-16` are its rows 0 to 149 and columns 0 to 15. Several
 ranges of a dimension are joined by `+`. Any mesh can assemble the parts that another one wrote. Ranks that hold the
-same part, or ZeRO shards of it, each write a piece of it (see `Piece`).
+same part, or ZeRO shards of it, each write a piece of it (see manifest.StoredPart).
 """
 
 from __future__ import annotations

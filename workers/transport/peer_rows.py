@@ -22,7 +22,7 @@ from pentad.workers.transport.copy_lane import Lane
 from pentad.workers.transport.peer_collectives import Memory
 from pentad.workers.transport.stream_flags import FlagWait, FlagWrite
 
-TAKEN, SHARED, READ = 0, 1, 2  # bits of a flag; a released flag has every bit, so that it ends all waits
+TAKEN, SHARED, READ = 0, 1, 2  # values of a flag; a released one has every bit, which ends all waits
 MOST_VIEWS = 256  # of slots, kept for reuse: a model has few shapes, but uneven sequences any number
 
 
