@@ -25,7 +25,7 @@ POLL_SECONDS, PATIENCE_SECONDS = 0.1, 1.0
 
 
 class Aborted(Exception):
-    """The generation of this call is over; nothing it began counts."""
+    """The generation of this call is over; nothing that it began counts."""
 
 
 class Fence:
@@ -46,8 +46,8 @@ class Fence:
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """What others will see, from any thread: raises Aborted if the generation is over, and it ends only
-        afterwards."""
+        """Guards publishing to others, from any thread: raises Aborted if the generation is over, and delays its end
+        until the block is done."""
         with self._publishing:
             self.check()
             yield
@@ -68,11 +68,13 @@ class Fence:
 
 
 class AbandonableThread:
-    """Runs calls of a rank one by one, and is left behind in a wait that the end of its generation does not end.
+    """Runs a rank's calls one by one, and is left behind if it is in a wait that the end of its generation does not
+    end.
 
-    gloo, when it closes a connection, wakes those who wait for operations that have not begun. One that is partly
-    written or read, or whose write failed because the peer had closed first, it forgets: who waits for that wakes up at
-    the timeout of the group, and nothing interrupts it (torch 2.13). Of long messages one is nearly always under way.
+    When gloo closes a connection, it wakes those who wait for operations that have not begun. It forgets an operation
+    that is partly written or read, or whose write failed because the peer had closed first: who waits for that one
+    wakes up at the timeout of the group, and nothing interrupts it (torch 2.13). With long messages, one is nearly
+    always in progress.
     """
 
     def __init__(self, fence: Fence) -> None:
@@ -81,7 +83,7 @@ class AbandonableThread:
         self.changing = threading.Lock()
 
     def run(self, function: Callable[[], T]) -> T:
-        """The result of a function. Raises Aborted if it waits PATIENCE_SECONDS after the generation has ended."""
+        """The function's result. Raises Aborted if it still waits PATIENCE_SECONDS after the generation has ended."""
         self.fence.check()
         rank_waits.abandonable = self.waiting
         if not self.is_running:
@@ -100,7 +102,8 @@ class AbandonableThread:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A wait for other ranks. A thread that was left behind raises Aborted at its end: others use its state now."""
+        """A wait for other ranks. If the thread was left behind, it raises Aborted at the end of the wait, as others
+        use its state by then."""
         self.is_waiting = True
         try:
             yield
@@ -111,7 +114,7 @@ class AbandonableThread:
                     raise Aborted
 
     def close(self) -> None:
-        """Ends the thread, as soon as it is idle."""
+        """Ends the thread as soon as it is idle."""
         if self.is_running:
             self.is_running, rank_waits.abandonable = False, nullcontext
             self.calls.put(None)
@@ -124,11 +127,11 @@ class AbandonableThread:
     def _serve(self) -> None:
         while (call := self.calls.get()) is not None:
             answer(*call)
-            del call  # and what it refers to
+            del call  # and everything it refers to
 
 
 def abandonable(method: Method) -> Method:
-    """A method that waits for other ranks runs on the `thread` of its object, an AbandonableThread, if it has one."""
+    """Runs a method that waits for other ranks on its object's `thread`, an AbandonableThread, if it has one."""
 
     @wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -141,7 +144,7 @@ def abandonable(method: Method) -> Method:
 def tcp_sockets() -> Iterator[socket.socket]:
     """Duplicates of this process's TCP sockets, each open until the next one is asked for."""
     for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # it may be closed by now
+        with suppress(OSError):  # it may have been closed by now
             if S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as end:
                     if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
@@ -160,9 +163,9 @@ def listening_ports() -> frozenset[int]:
 class SocketRegistry:
     """The TCP connections of one generation (gloo's and the store's), which another thread can shut down.
 
-    gloo cannot abort: a wait for a lost rank, or for a rank that itself waits, ends only when the connection does. It
-    is shut down for reading alone, lest writes fail: gloo then closes it and wakes most of those who wait, see
-    `AbandonableThread`.
+    gloo cannot abort: a wait for a lost rank, or for a rank that is itself waiting, ends only when the connection does.
+    Connections are shut down only for reading, lest writes fail: gloo then closes them and wakes most of those who wait
+    (see `AbandonableThread`).
     """
 
     def __init__(self, store_port: int) -> None:

@@ -1,4 +1,4 @@
-"""What a rank does in a thread of its own beside other calls."""
+"""Runs what a rank does in a thread of its own, beside other calls."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def in_background(function: Callable[[], T]) -> Future[T]:
 
 
 def in_daemon(function: Callable[[], T]) -> Future[T]:
-    """Runs a function, which may never return, in a thread of its own, which ends with the process."""
+    """Runs a function, which may never return, in a thread of its own that ends with the process."""
     result = Future[T]()
     threading.Thread(target=answer, args=(function, result), daemon=True).start()
     return result
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """What a function returns. Raises TimeoutError if it takes longer, and leaves it behind in its thread."""
+    """The function's result. Raises TimeoutError if it takes longer, leaving it behind in its thread."""
     return in_daemon(function).result(seconds)
 
 
@@ -41,7 +41,7 @@ def answer(function: Callable[[], T], result: Future[T]) -> None:
 
 
 def awaited(result: Future[T], check: Callable[[], None]) -> T:
-    """Waits for the result, or raises the error; calls `check` meanwhile, which may raise."""
+    """The result, or its error raised; calls `check`, which may raise, while it waits."""
     while not result.done():
         check()
         wait([result], POLL_SECONDS)

@@ -9,6 +9,6 @@ import torch
 
 @functools.cache
 def stream_of(device: torch.device, name: str) -> torch.cuda.Stream:
-    """The stream of this name, such as that of a lane, for the life of the process: new ones for every generation would
-    in time share hardware queues with compute, which a stream that waits then holds up."""
+    """The stream of this name, such as a lane's, for the life of the process: with new ones for every generation,
+    streams would in time share hardware queues with compute, and a waiting stream would hold compute up."""
     return torch.cuda.Stream(device)

@@ -13,16 +13,16 @@ import torch
 
 from pentad.schedules.ir.errors import PentadError
 
-PART_BYTES = 256 << 20  # which a thread fills at a time
-MOST_THREADS = 8  # of one rank: others of the host do the same
+PART_BYTES = 256 << 20  # filled by a thread at a time
+MOST_THREADS = 8  # per rank: other ranks of the host do the same
 
 
 class HostMemory:
-    """`buffer` [bytes], pinned where the device is a GPU. `close` it when nothing is copied to it any more, before the
-    buffer is freed."""
+    """`buffer` [bytes], pinned if the device is a GPU. Call `close` when nothing is copied to or from it any more,
+    before the buffer is freed."""
 
     def __init__(self, size: int, device: torch.device, what: str) -> None:
-        """Raises PentadError, which names `what` the memory is for, if there is too little."""
+        """Raises PentadError, naming `what` the memory is for, if there is too little."""
         try:
             pages = mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
@@ -35,7 +35,7 @@ class HostMemory:
             pages.madvise(mmap.MADV_HUGEPAGE)
         fill(self.buffer)
         cuda, address = torch.cuda.cudart(), self.buffer.data_ptr()
-        # torch's own pinned memory is of a power of two: up to twice as much.
+        # torch rounds its own pinned memory up to a power of two, up to twice as much.
         if int(cuda.cudaHostRegister(address, size, 0)) != 0:
             text = f"{what} {size} bytes of pinned host memory on this rank, which there are not"
             raise PentadError(f"{text}: expected a host with more, or more ranks to divide the state among")
@@ -43,17 +43,17 @@ class HostMemory:
 
 
 def available_bytes() -> int:
-    """Bytes of host memory that this host has left, as its kernel estimates it."""
+    """Bytes of host memory available on this host, as estimated by its kernel."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
-# Of memory that a rank's first steps do without: pinning 18 GiB took 3.6 s.
+# For memory that a rank's first steps do not need: pinning 18 GiB took 3.6 s.
 Reservation = Future[HostMemory]
 
 
 def fill(buffer: torch.Tensor, part_bytes: int = PART_BYTES) -> None:
-    """Has the kernel provide the pages now, which it would else do while they are pinned, one by one: 3 GB/s."""
+    """Has the kernel provide all pages now; while pinning it would do so one by one, at 3 GB/s."""
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         for _ in threads.map(torch.Tensor.zero_, buffer.split(part_bytes)):
             pass

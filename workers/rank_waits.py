@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 class RankWaits:
-    """The waits of this process's rank. On a GPU the host waits for no rank, and is never left behind."""
+    """The waits of this process's rank. With a GPU the host never waits for a rank, and is never left behind."""
 
     abandonable: Callable[[], AbstractContextManager[None]] = nullcontext
 

@@ -1,4 +1,4 @@
-"""How long a thread has been ready to run while others had the cores."""
+"""How long a thread was ready to run while others had the cores."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _of_thread = threading.local()
 
 def run_delay() -> float:
     """Seconds that this thread has spent on a run queue so far: Linux's `run_delay` in /proc/thread-self/schedstat,
-    without the time that it sleeps, is stopped or waits for anything but a core. 0 where the kernel does not count it.
-    Takes some two microseconds."""
+    which excludes the time that it sleeps, is stopped or waits for anything but a core. 0 if the kernel does not count
+    it. Takes about two microseconds."""
     if not hasattr(_of_thread, "file"):
         try:
             _of_thread.file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115

@@ -1,1 +1,1 @@
-"""Checkpoints on disk."""
+"""Checkpoints, on disk or in a store."""

@@ -21,8 +21,8 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checksums import Checksums, Written
 
 CHUNK = 4 << 20  # bytes hashed at a time
-BLOCK = 16 << 20  # and written
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk, a quota or a limit without room answers
+BLOCK = 16 << 20  # bytes written at a time
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk, quota or size limit
 DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -32,7 +32,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # what file systems without fsync of folders answer
+        if error.errno != errno.EINVAL:  # raised by file systems that cannot fsync folders
             raise
     finally:
         os.close(descriptor)
@@ -41,7 +41,7 @@ def sync_folder(folder: Path) -> None:
 def make_folder(folder: Path) -> None:
     """Creates `folder` and its missing parents, each name on disk before the next one.
 
-    Syncs the name of an existing `folder` too: whoever created it may have crashed before doing so.
+    Also syncs the name of an existing `folder`: whoever created it may have crashed before doing so.
     """
     if not os.path.lexists(folder.parent):
         make_folder(folder.parent)
@@ -51,10 +51,11 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path, argument: str = "OUT") -> Iterator[Path]:
-    """A folder to fill: a hidden one that is renamed to `out` when the block ends, or `out` itself if it exists, empty.
+    """A folder to fill: a hidden one that is renamed to `out` when the block ends, or `out` itself if it exists and is
+    empty.
 
-    If the block fails, `out` is as before and nothing else is left. Raises PentadError, which names `argument`, if
-    `out` has content, even if another process creates it meanwhile, and for every OSError.
+    If the block fails, `out` is as before and nothing else is left. Raises PentadError, naming `argument`, if `out` has
+    content, even if another process creates it meanwhile, and for every OSError.
     """
     require_empty(out, argument)
     existed = out.is_dir()
@@ -82,7 +83,7 @@ def new_folder(out: Path, argument: str = "OUT") -> Iterator[Path]:
 
 
 def require_empty(out: Path, argument: str = "OUT") -> None:
-    """Raises PentadError, which names `argument`, unless `out` is an empty folder or does not exist."""
+    """Raises PentadError, naming `argument`, unless `out` is an empty folder or does not exist."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise PentadError(f"{argument} is '{out}', which exists and is not empty: expected a new or empty folder")
 
@@ -108,12 +109,12 @@ def write_file(
 ) -> Written:
     """Writes `parts` to `path`, atomically and durably; returns its size and checksums.
 
-    The file gets its name within `publishing()`, which may raise to prevent that. Without `replace` raises
-    FileExistsError if `path` exists, where the file system has hard links.
+    The file gets its name within `publishing()`, which may raise to prevent that. Without `replace`, raises
+    FileExistsError if `path` exists, provided that the file system has hard links.
 
-    The checksums are of the bytes on their way to disk, not of a re-read: right after the write that comes from the
-    page cache and says nothing about the disk. Raises OSError, with the temporary file removed; if only the last fsync
-    failed, `path` may hold the new content, complete.
+    The checksums are of the bytes on their way to disk, not of a re-read: right after the write that would come from
+    the page cache and say nothing about the disk. Raises OSError, with the temporary file removed; if only the last
+    fsync failed, `path` may hold the new content, complete.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # unique: a stale writer cannot share it
     checksums = Checksums()
@@ -135,12 +136,12 @@ def write_file(
 
 
 class _DirectFile:
-    """A new file, written past the page cache where the file system can do that (O_DIRECT): the cache's copy of a
-    checkpoint takes processor time from training, and memory from what is read again and again."""
+    """A new file, written past the page cache if the file system can do that (O_DIRECT): caching a checkpoint would
+    take processor time from training, and memory from data that is read repeatedly."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self.block, self.filled = mmap.mmap(-1, BLOCK), 0  # aligned, as such writes have to be
+        self.block, self.filled = mmap.mmap(-1, BLOCK), 0  # aligned, as O_DIRECT requires
         self._set_direct(on=True)
 
     def write(self, data: memoryview) -> int:
@@ -148,7 +149,7 @@ class _DirectFile:
         while at < len(data):
             count = min(BLOCK - self.filled, len(data) - at)
             target = np.frombuffer(self.block, np.uint8, count, self.filled)
-            np.copyto(target, np.frombuffer(data, np.uint8, count, at))  # without the interpreter's lock
+            np.copyto(target, np.frombuffer(data, np.uint8, count, at))  # without the GIL
             self.filled, at = self.filled + count, at + count
             if self.filled == BLOCK:
                 self._flush()
@@ -174,7 +175,7 @@ class _DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self.is_direct:
                     raise
-                self._set_direct(on=False)  # it was accepted and is not supported
+                self._set_direct(on=False)  # O_DIRECT was accepted but is not supported
 
     def _set_direct(self, *, on: bool) -> None:
         flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~DIRECT
@@ -196,7 +197,8 @@ def _rename_new(partial: Path, path: Path) -> None:
 
 
 def free_bytes(folder: Path) -> float:
-    """Bytes an unprivileged user may still write where `folder` is or would be; inf if the file system counts none."""
+    """Bytes an unprivileged user may still write where `folder` is or would be; inf if the file system does not count
+    them."""
     for existing in (folder, *folder.parents):
         try:
             usage = shutil.disk_usage(existing)

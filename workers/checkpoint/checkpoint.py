@@ -6,12 +6,11 @@ store. A folder without a manifest is incomplete and ignored. Tensor names are g
 one wrote. Nothing here unpickles: safetensors and JSON only. A storage failure raises PentadError, so that the driver
 can keep training.
 
-Of two writers of the same step one wins, whose manifest comes first. Where a store would let the second one replace it,
-manifests have the generation of their run in their names, and the highest one counts.
+Of two writers of the same step, the one whose manifest comes first wins. In a store that would let the second one
+replace it, manifests have the generation of their run in their names, and the highest one counts.
 
 A checkpoint of a run counts if `committed` lists it. One whose content turns out to be damaged is renamed by whoever
 may write to the run (`recover`, retention.delete_older), so that it counts nowhere and its step can be saved again.
-
 Needs no torch: a driver resumes and recovers without it.
 """
 
@@ -45,8 +44,8 @@ from pentad.workers.checkpoint.safetensors_header import Stored, stored_tensors
 from pentad.workers.checkpoint.storage import storage_errors, storage_of
 
 MANIFEST = "manifest.json"
-RETRY_SECONDS = (0.1, 0.5, 2.0)  # between attempts to read: a file server may be away for a moment
-_SHOWS_DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)  # the file is not there, or is none
+RETRY_SECONDS = (0.1, 0.5, 2.0)  # between attempts to read: a file server may be away briefly
+_SHOWS_DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)  # the file does not exist, or is not a file
 _T = TypeVar("_T")
 _OF_GENERATION = re.compile(r"manifest-[0-9]{8,18}\.json")
 _verified: dict[Location, dict[str, File]] = {}  # the files of checkpoints that this process has read and verified
@@ -59,7 +58,7 @@ class Unreadable(PentadError):
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint: its folder, the number of steps done, the driver's metadata, and where each tensor is. `opened`
-    opens its files, None: as they are in the folder."""
+    opens its files; None: directly from the folder."""
 
     folder: Location
     step: int
@@ -70,8 +69,8 @@ class Checkpoint:
 
 
 class Start(NamedTuple):
-    """What training starts from: a checkpoint (None: the initial values) whose `step` steps count as done, with its
-    `optimizer` state or without."""
+    """What training starts from: a checkpoint (None: the initial values) whose `step` steps count as done, with or
+    without its `optimizer` state."""
 
     folder: Location | None = None
     step: int = 0
@@ -93,13 +92,13 @@ def folder_of(root: L, step: int) -> L:
 def commit(
     folder: L, *, step: int, shards: Sequence[Shard], meta: dict[str, Any], publishing: Publishing = nullcontext
 ) -> L:
-    """Makes the checkpoint visible by writing its manifest, within `publishing()`; returns where that is.
+    """Makes the checkpoint visible by writing its manifest, within `publishing()`; returns the manifest's place.
 
     Call it after every rank's `write_shard` has returned; a second call with the same arguments changes nothing. Raises
     PentadError for a tensor or file that occurs twice, a shard that is missing or of another size, a `step` that is not
-    the folder's, a `meta` that is not plain JSON, a checkpoint that another writer has committed meanwhile, which is
-    replaced if it is of an earlier generation, and a storage failure (the checkpoint may be visible after that, and is
-    complete if it is).
+    the folder's, a `meta` that is not plain JSON, and a checkpoint that another writer has committed meanwhile (one of
+    an earlier generation is replaced instead). Also raises it for a storage failure, after which the checkpoint may be
+    visible, and is complete if it is.
     """
     with _naming(folder):
         data = encode(Manifest(step, meta, tuple(shards)))
@@ -121,8 +120,8 @@ def commit(
 
 
 def _is_stale(folder: Location, name: str, meta: dict[str, Any]) -> bool:
-    """Whether a manifest in a folder is of an earlier generation of the run: the run has gone back since, and a rank
-    that nobody could reach has committed it afterwards."""
+    """Whether a manifest in a folder is from an earlier generation of the run: the run has gone back since, and a rank
+    that nobody could reach committed it afterwards."""
     found = decode(_manifest_bytes(folder, name, _files(folder))).meta
     return found.get("run") == meta.get("run") and found.get("generation", 0) < meta.get("generation", 0)
 
@@ -130,9 +129,9 @@ def _is_stale(folder: Location, name: str, meta: dict[str, Any]) -> bool:
 def open_checkpoint(folder: Location) -> Checkpoint:
     """Reads every byte of the checkpoint in `folder` and verifies it, several shards at a time.
 
-    Checks the manifest's checksum, then each shard's presence, size, sha256 and header. Raises PentadError, which names
-    the file at fault, UnknownVersion for a checkpoint of another version of pentad, and Unreadable, after some
-    attempts, when the system cannot read it.
+    Checks the manifest's checksum, then each shard's presence, size, sha256 and header. Raises PentadError, naming the
+    file at fault; UnknownVersion for a checkpoint of another version of pentad; and Unreadable, after several attempts,
+    if the system cannot read it.
     """
     manifest, before = _read_manifest(folder)
     with _naming(folder), ThreadPoolExecutor() as pool:  # hashing releases the GIL
@@ -143,16 +142,16 @@ def open_checkpoint(folder: Location) -> Checkpoint:
 
 
 def open_checked(folder: Location) -> Checkpoint:
-    """The checkpoint in `folder`, whose content is compared with its checksums as it is read: reading raises Damaged.
-    Raises as `read_manifest` does."""
+    """The checkpoint in `folder`, whose content is checked against its checksums as it is read; a mismatch raises
+    Damaged. Raises as `read_manifest` does."""
     manifest = read_manifest(folder)
     files = _CheckedFiles(folder, {shard.file: shard for shard in manifest.shards})
     return replace(_checkpoint(folder, manifest), opened=files.open)
 
 
 class _CheckedFiles:
-    """Opens the files of a checkpoint, from any thread. Those of earlier versions, of whose blocks there are no
-    checksums, are read once before."""
+    """Opens the files of a checkpoint, from any thread. Files of earlier versions, which have no block checksums, are
+    verified in full when they are first opened."""
 
     def __init__(self, folder: Location, shards: dict[str, Shard]) -> None:
         self.folder, self.shards, self.lock, self.intact = folder, shards, Lock(), set[str]()
@@ -169,8 +168,8 @@ class _CheckedFiles:
 
 
 def open_saved(folder: Location) -> Checkpoint:
-    """A checkpoint that has been saved, valid as far as its storage leaves room for doubt: the content is read where
-    bytes may rot, unless this process has verified the same files. Raises as `open_checkpoint` does."""
+    """A checkpoint that has been saved, verified as far as its storage gives reason to: the content is read if bytes
+    may rot there, unless this process has verified the same files. Raises as `open_checkpoint` does."""
     manifest, files = _read_manifest(folder)
     if _may_rot(folder) and files != _verified.get(folder):
         return open_checkpoint(folder)
@@ -189,13 +188,13 @@ def _checkpoint(folder: Location, manifest: Manifest) -> Checkpoint:
 
 
 def read_manifest(folder: Location) -> Manifest:
-    """The manifest of a checkpoint, intact, whose shards are there and have their sizes; their content is not read.
+    """The manifest of a checkpoint: it is intact, and the shards exist and have their sizes; their content is not read.
     Raises as `open_checkpoint` does."""
     return _read_manifest(folder)[0]
 
 
 def _read_manifest(folder: Location) -> tuple[Manifest, dict[str, File]]:
-    """The manifest, with its file and those of its shards."""
+    """The manifest, and its file and those of its shards."""
 
     def read() -> tuple[Manifest, dict[str, File]]:
         files = _files(folder)
@@ -210,7 +209,7 @@ def _read_manifest(folder: Location) -> tuple[Manifest, dict[str, File]]:
 
 
 def fingerprint(folder: Location) -> str:
-    """The sha256 of a checkpoint's manifest, which has those of all its files."""
+    """The sha256 of a checkpoint's manifest, which contains the sha256 of every other file."""
 
     def read() -> str:
         files = _files(folder)
@@ -221,7 +220,7 @@ def fingerprint(folder: Location) -> str:
 
 
 def manifest_name(files: Iterable[str]) -> str | None:
-    """The manifest that counts, of the names of the files in a folder."""
+    """The name of the manifest that counts, among the names of a folder's files."""
     names = set(files)
     return MANIFEST if MANIFEST in names else max(filter(_OF_GENERATION.fullmatch, names), key=_by_number, default=None)
 
@@ -231,9 +230,10 @@ def _by_number(name: str) -> int:
 
 
 def committed(root: L) -> dict[int, L]:
-    """The folders of the checkpoints under `root` that count, by step, lowest first: `read_manifest` accepts them.
+    """The folders of the checkpoints under `root` that count, by step, lowest first: those that `read_manifest`
+    accepts.
 
-    Raises UnknownVersion and Unreadable: to leave out such a checkpoint would silently lose its steps.
+    Raises UnknownVersion and Unreadable: leaving out such a checkpoint would silently lose its steps.
     """
     found = {}
     for step, folder in complete_folders(root).items():
@@ -253,10 +253,10 @@ def has_manifests(root: Location) -> bool:
 
 
 def newest(root: Location, open_: Callable[[Location], Checkpoint] = open_checkpoint) -> NewestCheckpoint:
-    """The valid checkpoint of the highest step under `root`, and newer damaged ones; incomplete ones do not count.
-    Valid is what `open_` does not refuse.
+    """The valid checkpoint of the highest step under `root`, and newer damaged ones; incomplete ones do not count. A
+    checkpoint is valid unless `open_` refuses it.
 
-    Raises UnknownVersion and Unreadable at such a checkpoint: to skip it would silently lose its steps.
+    Raises UnknownVersion and Unreadable for such a checkpoint: skipping it would silently lose its steps.
     """
     refused: list[tuple[Location, str]] = []
     for folder in reversed(complete_folders(root).values()):
@@ -274,7 +274,7 @@ def recover(
 ) -> NewestCheckpoint:
     """`newest`, with the damaged ones renamed, so that they no longer count.
 
-    Raises PentadError, with nothing renamed, if there are checkpoints and all are damaged, unless `restart`.
+    Raises PentadError, without renaming any, if there are checkpoints but all are damaged, unless `restart`.
     """
     found = newest(root, open_)
     if found.checkpoint is None and found.refused and not restart:
@@ -285,7 +285,7 @@ def recover(
 
 @contextmanager
 def _naming(folder: Location) -> Iterator[None]:
-    """Errors of the block begin with the checkpoint's folder."""
+    """Prefixes errors raised in the block with the checkpoint's folder."""
     try:
         yield
     except PentadError as error:
@@ -299,7 +299,7 @@ def unreadable(file: str, error: OSError) -> PentadError:
 
 
 def retried(read: Callable[[], _T]) -> _T:
-    """What `read` returns, if it raises Unreadable after some more attempts."""
+    """What `read` returns; tries a few more times if it raises Unreadable."""
     for seconds in RETRY_SECONDS:
         with suppress(Unreadable):
             return read()
@@ -308,7 +308,7 @@ def retried(read: Callable[[], _T]) -> _T:
 
 
 def set_aside(folder: L) -> L:
-    """Renames a damaged checkpoint, or in a store its manifest, so that it no longer counts: to the first free name of
+    """Renames a damaged checkpoint or, in a store, its manifest, so that it no longer counts, to the first free name of
     the form step-00000020.refused-1."""
     try:
         storage = storage_of(folder)
@@ -388,7 +388,7 @@ def folders(root: L) -> dict[int, L]:
 
 
 def complete_folders(root: L) -> dict[int, L]:
-    """Those of `folders` with a manifest."""
+    """The `folders` that have a manifest."""
     return {step: folder for step, folder in folders(root).items() if has_manifest(folder)}
 
 

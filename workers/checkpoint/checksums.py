@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's files: taken while they are written, and compared block by block while they are read.
+"""Checksums of a checkpoint's files: computed as they are written, and compared block by block as they are read.
 
-The sha256 of a file proves all of it, and takes one thread that reads all of it. The CRC-32s of its blocks let several
-ranks and threads compare just what they read.
+The sha256 of a file verifies all of it, and takes one thread that reads all of it. The CRC-32s of its blocks let
+several ranks and threads verify just what they read.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
 
-BLOCK_BYTES = 1 << 20  # 8 MB of manifest per TB; a small tensor takes no longer to read than its block
+BLOCK_BYTES = 1 << 20  # 8 MB of manifest per TB; reading a block takes no longer than a small tensor in it
 _CRC = struct.Struct(">I")
 _HEX = 2 * _CRC.size  # digits of a block
 
 
 class Damaged(PentadError):
-    """A file of a checkpoint is missing, or has other content than was written."""
+    """A file of a checkpoint is missing, or its content differs from what was written."""
 
 
 class Written(NamedTuple):
@@ -32,8 +32,7 @@ class Written(NamedTuple):
 
 
 class Activity:
-    """`chunks` grows while this process writes checkpoints, or compares all of one with its checksums: then storage
-    answers."""
+    """`chunks` grows while this process writes or verifies checkpoint files, which shows that storage is responding."""
 
     chunks = 0
 
@@ -42,7 +41,7 @@ activity = Activity()
 
 
 class Checksums:
-    """Those of what `update` gets, one piece after another."""
+    """The checksums of the pieces passed to `update`, concatenated."""
 
     def __init__(self) -> None:
         self.bytes, self._sha256, self._crcs, self._crc = 0, hashlib.sha256(), bytearray(), 0
@@ -65,17 +64,17 @@ class Checksums:
 
 
 def num_digits(size: int) -> int:
-    """Of the `crc32` of a file of this many bytes."""
+    """The number of digits in the `crc32` of a file of this many bytes."""
     return -(-size // BLOCK_BYTES) * _HEX
 
 
 class CheckedFile:
-    """An open file of `size` bytes with `seek`, `read` and `readinto`, which raise Damaged instead of returning a byte
-    of a block that differs from its checksum. Blocks of which a part is wanted are read whole."""
+    """An open file of `size` bytes with `seek`, `read` and `readinto`, which raise Damaged rather than return a byte of
+    a block that differs from its checksum. Blocks that are wanted in part are read in full."""
 
     def __init__(self, file: Any, name: str, size: int, crc32: str) -> None:
         self.file, self.name, self.size, self.crc32, self.at = file, name, size, crc32, 0
-        self._block = bytearray()  # the one that was read for a part of it
+        self._block = bytearray()  # a block of which only a part was wanted
 
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
         self.at = at + (self.size if whence == os.SEEK_END else 0)
@@ -87,7 +86,7 @@ class CheckedFile:
         return bytes(content)
 
     def readinto(self, target: Any) -> int:
-        """Fills the target, as far as the file goes; returns the number of bytes."""
+        """Fills the target as far as the file goes; returns the number of bytes."""
         view = memoryview(target).cast("B")
         view = view[: max(0, self.size - self.at)]
         done = 0
@@ -108,7 +107,7 @@ class CheckedFile:
         return done
 
     def _fill(self, block: int, target: memoryview) -> None:
-        """Reads whole blocks from this one on."""
+        """Reads full blocks, from this one on."""
         self.file.seek(block * BLOCK_BYTES)
         found = self.file.readinto(target)
         activity.chunks += 1

@@ -1,4 +1,4 @@
-"""What checkpoints need of storage, and how a local folder does it. Stores are in remote_storage."""
+"""What checkpoints need of storage, implemented by a local folder. Stores are in remote_storage."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ L = TypeVar("L", Path, RemotePath, Path | RemotePath)
 
 
 class File(NamedTuple):
-    """Bytes of a file, the Unix second of its last change, a value that differs after any change, and whether it is a
-    regular one."""
+    """Size in bytes, Unix time of the last change in seconds, a value that differs after any change, and whether it is
+    a regular file."""
 
     bytes: int
     time: float
@@ -31,53 +31,53 @@ class File(NamedTuple):
 
 
 class Storage(Protocol[L]):
-    """Files in folders, whose names are those of places of one kind. Everything raises OSError."""
+    """Files in folders, all named by one kind of location. Every method raises OSError."""
 
-    may_rot: bool  # whether a file may hold other bytes than were written; otherwise its size proves it intact
-    grace_seconds: float  # after which a file that no manifest lists is nobody's: until then others may be writing it
+    may_rot: bool  # whether a file's bytes may change; otherwise its size proves it intact
+    grace_seconds: float  # after which a file in no manifest is abandoned; until then others may be writing it
 
     def folders(self, root: L) -> list[str]:
-        """The names of the folders in one; links do not count. Empty if there is no such folder."""
+        """The names of the folders in `root`, without links. Empty if there is no such folder."""
 
     def files(self, folder: L) -> dict[str, File]:
-        """Everything else in it by name. Empty if there is no such folder."""
+        """Everything else in `folder`, by name. Empty if there is no such folder."""
 
     def opened(self, file: L) -> AbstractContextManager[Any]:
         """The file, with `read`, `readinto` and `seek`."""
 
     def make_folder(self, folder: L) -> None:
-        """Creates it and its missing parents, where a store has folders."""
+        """Creates a folder and its missing parents, if the store has folders."""
 
     def free_bytes(self, folder: L) -> float:
         """Bytes that can still be written there."""
 
     def new_name(self, name: str) -> str:
         """The name under which a shard is written: one that no file has ever had, unless a file replaces another one
-        at once and as a whole."""
+        atomically."""
 
     def write(self, file: L, parts: Iterable[memoryview], publishing: Publishing = nullcontext) -> Written:
-        """Writes a file durably; returns its size and checksums. It is there once this returns, and not
-        if `publishing()`, entered before, raises."""
+        """Writes a file durably; returns its size and checksums. The file appears before this returns, and not if
+        `publishing()`, entered first, raises."""
 
     def write_new(self, file: L, content: bytes, publishing: Publishing = nullcontext) -> None:
-        """Writes a file at once within `publishing()`. Raises FileExistsError if it exists with other content, and
-        `is_exclusive`."""
+        """Writes a file at once within `publishing()`. If `is_exclusive`, raises FileExistsError if the file exists
+        with other content."""
 
     def is_exclusive(self, root: L) -> bool:
-        """Whether `write_new` lets one of two writers win; otherwise the last one does. Fails if nothing can be
+        """Whether the first of two writers of `write_new` wins; otherwise the last one does. Fails if nothing can be
         written."""
 
     def set_aside(self, folder: L, first: str) -> L:
         """Renames the folder of a damaged checkpoint, or its file `first`; returns the new name."""
 
     def delete(self, folder: L, first: Iterable[str] = ()) -> None:
-        """Deletes a folder, if it exists, these files in it before the others."""
+        """Deletes a folder, if it exists; the files `first` in it before all others."""
 
     def delete_files(self, folder: L, names: Iterable[str]) -> None:
-        """Deletes files, and the folder if it is empty then."""
+        """Deletes files, and the folder if it is then empty."""
 
     def sweep(self, root: L, before: float) -> None:
-        """Forgets what has been written since before that Unix second to files below `root` that are not there yet."""
+        """Discards unfinished writes of files below `root` that began before that Unix second."""
 
 
 def sha256_of(file: Any) -> str:
@@ -104,7 +104,7 @@ class Local:
         found = dict[str, File]()
         with suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # deleted meanwhile
+                with suppress(FileNotFoundError):  # deleted in the meantime
                     if not entry.is_dir(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
                         version, is_regular = (status.st_ino, status.st_mtime_ns), stat.S_ISREG(status.st_mode)
@@ -169,5 +169,5 @@ def free_name(place: L, is_taken: Callable[[L], bool]) -> L:
 
 
 def missing(name: str) -> OSError:
-    """As a file system reports a file that is not there."""
+    """The error with which a file system reports a missing file."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from pyarrow import fs
 
 GOOGLE = ("gs://", "gcs://")
-CONNECT_SECONDS, REQUEST_SECONDS, ATTEMPTS = 5, 10, 2  # of a request
+CONNECT_SECONDS, REQUEST_SECONDS, ATTEMPTS = 5, 10, 2  # for each request
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A folder or file of a store, with those parts of pathlib.Path that depend on names alone; `str` gives its URI.
+    """A folder or file of a store, with those parts of pathlib.Path that depend only on names; `str` gives its URI.
 
-    `store` is the beginning of the URI (s3://bucket), `path` what follows, `options` what is after its question mark.
+    `store` is the beginning of the URI (s3://bucket), `path` what follows, `options` what comes after its question
+    mark.
     """
 
     store: str
@@ -58,13 +59,13 @@ class RemotePath:
 
     @property
     def public(self) -> str:
-        """The URI as messages name it: without the credentials and options that it may have."""
+        """The URI as shown in messages: without any credentials and options."""
         scheme, _, authority = self.store.partition("://")
         return f"{scheme}://{authority.rpartition('@')[2]}/{self.path}".rstrip("/")
 
     def open(self) -> tuple[fs.FileSystem, str]:
-        """The file system, and what it calls this place. Raises OSError, ValueError or an exception of pyarrow's for a
-        store that it does not know."""
+        """The file system, and its name for this place. Raises OSError, ValueError or one of pyarrow's exceptions for
+        an unknown store."""
         filesystem, root = _open(self.store, self.options)
         return filesystem, f"{root.rstrip('/')}/{self.path}"
 
@@ -82,7 +83,7 @@ def location(text: str | Path | RemotePath) -> Location:
 
 
 def has_credentials(uri: str) -> bool:
-    """Whether a URI has a user or a password, which would get into files; gs://anonymous@ is neither."""
+    """Whether a URI has a user or a password, which would end up in files; gs://anonymous@ counts as neither."""
     user, at, _ = urlsplit(uri).netloc.rpartition("@")
     return "://" in uri and bool(at) and not (uri.startswith(GOOGLE) and user == "anonymous")
 
@@ -99,8 +100,8 @@ def bucket_of(store: str) -> str:
 
 @lru_cache
 def _open(store: str, options: str) -> tuple[fs.FileSystem, str]:
-    """A file system whose requests end, and what it calls the root of the store. Credentials are those of the URI or,
-    as pyarrow finds them, of the environment."""
+    """A file system whose requests time out, and its name for the root of the store. Credentials come from the URI or,
+    as pyarrow finds them, from the environment."""
     from pyarrow import fs
 
     if store.startswith("s3://"):
@@ -117,8 +118,7 @@ atexit.register(_open.cache_clear)  # a file system that outlives the interprete
 
 
 def _s3_arguments(store: str, options: str) -> dict[str, Any]:
-    """The arguments of pyarrow's S3FileSystem, for a URI such as it takes. Raises ValueError for an option that is
-    unknown."""
+    """The arguments of pyarrow's S3FileSystem for a URI in pyarrow's form. Raises ValueError for an unknown option."""
     from pyarrow import fs
 
     found: dict[str, Any] = dict(parse_qsl(options))
@@ -139,7 +139,7 @@ def _s3_arguments(store: str, options: str) -> dict[str, Any]:
 
 
 def s3_server(options: str) -> tuple[str, str] | None:
-    """Scheme and HOST:PORT of the server that takes the place of AWS, as the URI or the environment says."""
+    """Scheme and HOST:PORT of the server used instead of AWS, from the URI or the environment; None for AWS."""
     given = dict(parse_qsl(options))
     url = given.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if not url:

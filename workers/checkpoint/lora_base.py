@@ -7,7 +7,8 @@ from pentad.workers.checkpoint.location import location
 
 
 def open_base(base: LoraBase) -> Checkpoint:
-    """Reads and verifies it. Raises PentadError if it is gone, damaged, or another one than the adapters began with."""
+    """Reads and verifies the checkpoint. Raises PentadError if it is gone, damaged, or not the one that the adapters
+    began with."""
     folder = location(base.folder)
     try:
         checkpoint, found = open_checkpoint(folder), fingerprint(folder)

@@ -1,4 +1,4 @@
-"""manifest.json of a checkpoint: its shards, the tensors in each, and a checksum over all of it."""
+"""manifest.json of a checkpoint: its shards, the tensors in each, and a checksum over everything."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypedDict
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checksums import num_digits
 
-VERSION = 4  # 3: no CRC-32s; 2: no tensor was cut; 1: model and mesh were described with other keys than today's
+VERSION = 4  # 3: no CRC-32s; 2: no tensor was cut; 1: other keys for model and mesh
 READABLE = (2, 3, 4)
 MAX_BYTES = 1 << 27  # about a million tensors; a larger file is foreign and is never read
 
@@ -23,7 +23,7 @@ _FIELDS = {"bytes", "checksum", "meta", "shards", "step", "version"}
 
 
 class UnknownVersion(PentadError):
-    """An intact checkpoint that another version of pentad wrote. Unlike a damaged one it is never skipped."""
+    """An intact checkpoint written by another version of pentad. Unlike a damaged one, it is never skipped."""
 
 
 class Spec(TypedDict):
@@ -36,7 +36,7 @@ class Spec(TypedDict):
 @dataclass(frozen=True)
 class Shard:
     """One file of a checkpoint as it was written: name in the folder, size, sha256, its tensors by name, and `crc32` as
-    in `Written`, '' from earlier versions of pentad."""
+    in `Written`, '' if written by an earlier version of pentad."""
 
     file: str
     bytes: int
@@ -67,7 +67,7 @@ class Shard:
 
 
 class StoredPart(NamedTuple):
-    """Elements `start` to `end`, in C order, of a tensor of this shape: those of the tensor `stored` of a file."""
+    """Elements `start` to `end`, in C order, of a tensor of this shape, which are the tensor `stored` of a file."""
 
     file: str
     stored: str
@@ -125,7 +125,7 @@ def decode(data: bytes) -> Manifest:
     if not isinstance(body, dict) or "checksum" not in body:
         raise PentadError("manifest.json is not pentad's: expected an object with a checksum")
     rest = {key: value for key, value in body.items() if key != "checksum"}
-    if again != data or body["checksum"] != _checksum(rest):  # the first also catches a changed blank or escape
+    if again != data or body["checksum"] != _checksum(rest):  # the first also catches changed whitespace or escapes
         raise PentadError("manifest.json is damaged: expected content that matches its checksum")
     if body.get("version") not in READABLE:
         version = str(body.get("version"))[:20]
@@ -142,7 +142,8 @@ def decode(data: bytes) -> Manifest:
 
 
 def piece_name(name: str, shape: Sequence[int], start: int, end: int) -> str:
-    """How a file calls elements `start` to `end` of a tensor: `norm#64:0-32`; all of it by the tensor's name."""
+    """The name in a file of elements `start` to `end` of a tensor: `norm#64:0-32`; the tensor's own name for all of
+    them."""
     sizes = "x".join(map(str, shape))
     return name if (start, end) == (0, math.prod(shape)) else f"{name}#{sizes}:{start}-{end}"
 
@@ -167,7 +168,7 @@ def pieces_by_tensor(shards: Sequence[Shard]) -> dict[str, tuple[StoredPart, ...
 
 
 def _piece(file: str, stored: str, spec: Spec) -> tuple[str, StoredPart]:
-    """A stored tensor: the name of the one that it is a piece of, and which."""
+    """The name of the tensor that a stored tensor is a piece of, and the piece."""
     _check(_is_spec(spec), f"dtype and shape of tensor {stored!r}", spec)
     cut = _PIECE.fullmatch(stored)
     if cut is None:

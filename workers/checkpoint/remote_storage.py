@@ -1,8 +1,8 @@
 """Checkpoints in a store that pyarrow opens.
 
-A stream that is not closed cleanly may publish what it has so far, so no name of a shard is used twice, and none counts
-before its manifest is there. An object store has no folders, and an S3 store refuses, as far as it knows the header,
-to replace a manifest; file systems rename one.
+A stream that is not closed cleanly may publish what it has so far, so no shard name is used twice, and no shard counts
+before its manifest exists. An object store has no folders. An S3 store that knows If-None-Match refuses to replace a
+manifest; in other stores a manifest is written under another name and renamed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GRACE_SECONDS = 3600.0
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """pyarrow's errors with one line, and the number that says whether the file is there."""
+    """Turns pyarrow's errors into OSErrors of one line, with the number that says whether the file exists."""
     try:
         yield
     except FileNotFoundError as error:
@@ -40,15 +40,15 @@ def _as_os_errors() -> Iterator[None]:
 
 
 class Remote:
-    """The store at `root`, as pyarrow's `filesystem`; with `keys`, requests can be sent to the `address` of its S3
-    bucket as well."""
+    """The store at `root`, as pyarrow's `filesystem`; with `keys`, requests can also be sent directly to the `address`
+    of its S3 bucket."""
 
     may_rot = False  # stores compare what they return with checksums of their own
     grace_seconds = GRACE_SECONDS
 
     def __init__(self, filesystem: fs.FileSystem, root: str, address: Address | None, keys: Keys | None) -> None:
         self.filesystem, self.root, self.address, self.keys = filesystem, root, address, keys
-        self._exclusive: bool | None = None  # once it is known
+        self._exclusive: bool | None = None  # None until it is known
 
     @classmethod
     def open(cls, store: RemotePath) -> Remote:
@@ -117,7 +117,7 @@ class Remote:
             self.filesystem.move(self._path(partial), self._path(file))
 
     def is_exclusive(self, root: RemotePath) -> bool:
-        """Tries it once, with a file that is deleted again."""
+        """Tried once, with a file that is then deleted."""
         if self._exclusive is None:
             probe = root / f"probe-{secrets.token_hex(8)}"
             self.make_folder(root)
@@ -163,7 +163,7 @@ class Remote:
         with _as_os_errors():
             try:
                 return list(self.filesystem.get_file_info(selector))
-            except FileNotFoundError:  # another rank made the folder between pyarrow's two looks at it
+            except FileNotFoundError:  # another rank created the folder between two requests of pyarrow's
                 return list(self.filesystem.get_file_info(selector))
 
     def _read(self, file: RemotePath) -> bytes:
@@ -171,7 +171,7 @@ class Remote:
             return bytes(source.read())
 
     def _abandon(self, sink: Any, file: RemotePath) -> None:
-        """Closes a stream, which may publish what it has so far, and deletes that."""
+        """Closes a stream, which may publish what it has so far, and deletes the result."""
         with suppress(OSError, pa.ArrowException):
             sink.close()
         with suppress(OSError, pa.ArrowException):

@@ -1,4 +1,4 @@
-"""Which checkpoints there are in a folder, in which state, and how those that are not kept are deleted."""
+"""Lists the checkpoints in a folder with their states, and deletes those that are not kept."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _LEFT = re.compile(rf".*\.(safetensors|partial)|{_REFUSED_MANIFEST.pattern}")  #
 
 
 class CheckpointEntry(NamedTuple):
-    """A checkpoint's folder: `time` is that of its manifest (Unix seconds), `state` is complete, incomplete (without a
-    manifest: a run writes or has abandoned it), damaged, refused (damaged, and renamed because of that) or foreign (of
-    another version of pentad); `problem` says what is wrong."""
+    """A checkpoint's folder: `time` is the time of its manifest (Unix seconds). `state` is complete, incomplete
+    (without a manifest: a run is writing or has abandoned it), damaged, refused (damaged, and renamed for that reason)
+    or foreign (written by another version of pentad); `problem` says what is wrong."""
 
     folder: Location
     step: int
@@ -51,7 +51,7 @@ class CheckpointEntry(NamedTuple):
 
 
 def listed(root: Location) -> list[CheckpointEntry]:
-    """What is under `root`, by step. Reads manifests and sizes, no content. Raises Unreadable."""
+    """The checkpoints under `root`, by step. Reads manifests and sizes, no content. Raises Unreadable."""
 
     def names() -> list[str]:
         with _reading(f"folder {root}"):
@@ -68,7 +68,7 @@ def listed(root: Location) -> list[CheckpointEntry]:
 
 
 def verified(entry: CheckpointEntry) -> CheckpointEntry:
-    """The same with the state and problem that a comparison of every byte with its checksum finds."""
+    """The entry, with the state and problem found by comparing every byte with its checksum."""
     try:
         open_checkpoint(entry.folder)
     except Unreadable:
@@ -82,11 +82,11 @@ def verified(entry: CheckpointEntry) -> CheckpointEntry:
 def superseded(
     root: Location, keep: int, pinned: Callable[[Collection[int]], Collection[int]]
 ) -> list[CheckpointEntry]:
-    """What can be deleted while no run is live: the checkpoints that `delete_older` would delete with these `pinned`
-    steps, of those saved, and incomplete ones of any step that nobody writes; damaged ones if they are older than an
-    intact one.
+    """What can be deleted while no run is live: the checkpoints that `delete_older` would delete, with the steps that
+    `pinned` picks from the committed ones; incomplete checkpoints of any step that nobody is writing; and damaged ones
+    that are older than an intact one.
 
-    Raises PentadError if there are checkpoints and none is intact, UnknownVersion and Unreadable.
+    Raises PentadError if there are checkpoints but none is intact, UnknownVersion and Unreadable.
     """
     entries = listed(root)
     if not entries:
@@ -106,7 +106,8 @@ def superseded(
 
 
 def delete_checkpoint(folder: Location) -> None:
-    """Deletes the checkpoint, complete or not, in `folder`, if it exists; manifest first, in case of a crash."""
+    """Deletes the checkpoint in `folder`, complete or not, if it exists; the manifest goes first, in case of a
+    crash."""
     is_link = isinstance(folder, Path) and folder.is_symlink()
     if (step_of(folder) is None and not _REFUSED.fullmatch(folder.name)) or is_link:
         raise PentadError(f"folder is {folder}: expected the step-00000000 folder of a checkpoint")
@@ -118,8 +119,8 @@ def delete_checkpoint(folder: Location) -> None:
 
 
 def discard(folder: Location) -> None:
-    """Deletes what this run has written of a checkpoint that will not be: the files that are there now, unless they
-    are committed. In a store that is left to `delete_older`, since files of another writer may be there."""
+    """Deletes what this run has written of a checkpoint that has been given up: the current files, unless they are
+    committed. In a store this is left to `delete_older`, since files of another writer may be there."""
     try:
         storage = storage_of(folder)
         files = storage.files(folder) if storage.grace_seconds == 0 else {}
@@ -131,8 +132,8 @@ def discard(folder: Location) -> None:
 
 def delete_older(root: L, keep: int, pinned: Sequence[int] = ()) -> tuple[L, ...]:
     """Keeps the newest valid checkpoint, the `keep` - 1 valid ones before it, anything newer, those of `pinned` steps,
-    and imports; deletes the rest, and renames newer ones that are damaged. Also deletes what failed saves have left in
-    those that stay, once nobody can be writing it.
+    and imports; deletes the rest, and renames newer ones that are damaged. In the checkpoints that stay, it also
+    deletes what failed saves have left, once nobody can be writing it.
 
     Returns the deleted folders, oldest first. Deletes nothing unless it has opened a newer checkpoint with `open_saved`
     and found it valid.
@@ -165,9 +166,9 @@ def _delete_older(root: L, keep: int, pinned: Sequence[int]) -> tuple[L, ...]:
 
 
 def _is_imported(folder: Location) -> bool:
-    """Whether no training has made the checkpoint, and none can make it again."""
+    """Whether the checkpoint was imported: no training made it, and none can make it again."""
     try:
-        return "model" in read_manifest(folder).meta  # a run has that in its configuration
+        return "model" in read_manifest(folder).meta  # a run has its model in its configuration instead
     except Unreadable:
         raise
     except PentadError:
@@ -175,8 +176,8 @@ def _is_imported(folder: Location) -> bool:
 
 
 def _sweep(root: Location) -> None:
-    """Deletes files beside checkpoints that belong to none, and ends uploads that have not been ended, both if nobody
-    can be writing them."""
+    """Deletes files in checkpoint folders that belong to no checkpoint, and aborts unfinished uploads, if nobody can be
+    writing them."""
     storage, before = storage_of(root), _abandoned_before(root)
     for folder in committed(root).values():
         expected = {shard.file for shard in read_manifest(folder).shards}
@@ -192,12 +193,12 @@ def _sweep(root: Location) -> None:
 
 
 def _abandoned_before(root: Location) -> float:
-    """A file that is older (Unix seconds), and that no manifest lists, is nobody's."""
+    """Unix time in seconds; an older file that no manifest lists is abandoned."""
     return time.time() - storage_of(root).grace_seconds
 
 
 def _newest_intact(root: Location, before: int, count: int) -> list[int]:
-    """Steps of the newest valid checkpoints of fewer steps, at most this many."""
+    """Steps of the newest valid checkpoints before step `before`, at most `count`."""
     older = ((step, folder) for step, folder in reversed(complete_folders(root).items()) if step < before)
     return list(islice((step for step, folder in older if _is_intact(folder)), count))
 

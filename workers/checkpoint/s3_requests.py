@@ -1,6 +1,6 @@
-"""The requests to an S3 store that pyarrow cannot send: a PUT that replaces nothing, and uploads that nobody ends.
+"""The requests to an S3 store that pyarrow cannot send: a PUT that replaces nothing, and aborts of unfinished uploads.
 
-Signed as AWS describes for Signature Version 4.
+Signed with AWS Signature Version 4.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from pentad.workers.checkpoint.location import REQUEST_SECONDS, RemotePath, bucket_of, s3_server
 
-ATTEMPTS = 3  # of a request that the store has no time for
+ATTEMPTS = 3  # for a request that the store is too busy for
 BUSY = (409, 429, 500, 502, 503, 504)
 _UPLOAD, _FIELD = re.compile("<Upload>(.*?)</Upload>", re.DOTALL), re.compile("<(Key|UploadId|Initiated)>([^<]*)</")
-_OPENER = build_opener(ProxyHandler({}))  # pyarrow uses no proxy either
+_OPENER = build_opener(ProxyHandler({}))  # pyarrow uses no proxy, either
 
 
 class Keys(NamedTuple):
@@ -47,7 +47,7 @@ class Address(NamedTuple):
 
 
 def find_keys() -> Keys | None:
-    """From the environment, or the file with the account's AWS profiles; None for keys that only pyarrow can get."""
+    """Keys from the environment or the AWS credentials file; None if only pyarrow can obtain them."""
     if "AWS_ACCESS_KEY_ID" in os.environ:
         names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
         return Keys(*(os.environ.get(name, "") for name in names))
@@ -61,7 +61,7 @@ def find_keys() -> Keys | None:
 
 
 def address_of(place: RemotePath, region: str) -> Address:
-    """Where pyarrow sends requests for the bucket, too; `region` is that of its file system."""
+    """Where pyarrow, too, sends requests for the bucket; `region` is that of its file system."""
     options, bucket, server = dict(parse_qsl(place.options)), bucket_of(place.store), s3_server(place.options)
     scheme, host = server or (options.get("scheme", "https"), f"s3.{region}.amazonaws.com")
     in_host = options.get("force_virtual_addressing") in ("1", "true") or (server is None and "." not in bucket)
@@ -69,7 +69,7 @@ def address_of(place: RemotePath, region: str) -> Address:
 
 
 def put_new(address: Address, keys: Keys, key: str, content: bytes) -> bool:
-    """Writes an object unless there is one of this key; returns whether it did. Raises OSError.
+    """Writes an object unless one with this key exists; returns whether it did. Raises OSError.
 
     A store that ignores If-None-Match always writes it.
     """
@@ -81,7 +81,7 @@ def put_new(address: Address, keys: Keys, key: str, content: bytes) -> bool:
 
 
 def abort_uploads(address: Address, keys: Keys, prefix: str, before: float) -> int:
-    """Ends the uploads in parts of keys with this prefix that began before the Unix second `before`, at most 1000;
+    """Aborts multipart uploads of keys with this prefix that began before the Unix second `before`, at most 1000;
     returns how many. Raises OSError."""
     answer = _send(address, keys, "GET", query={"uploads": "", "prefix": prefix})
     _require(answer, 200)
@@ -115,7 +115,7 @@ def _send(
             if error.code not in BUSY or attempt == ATTEMPTS - 1:
                 return Answer(error.code, error.read())
             time.sleep(0.2 * 2**attempt)
-        except (URLError, HTTPException) as error:  # no answer, or something that is none
+        except (URLError, HTTPException) as error:  # no answer, or not an HTTP answer
             raise OSError(str(getattr(error, "reason", error)) or type(error).__name__) from None
     raise AssertionError("the last attempt returns or raises")
 

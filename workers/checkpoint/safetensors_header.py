@@ -1,4 +1,4 @@
-"""Reads where the tensors of a safetensors file are. Needs no torch."""
+"""Finds the tensors in a safetensors file. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.manifest import Spec
 
-FIRST_READ = 1 << 16  # bytes, in which most headers fit: a request to a store takes longer than they do
+FIRST_READ = 1 << 16  # bytes, enough for most headers: a request to a store takes longer than reading them
 MAX_HEADER = 100_000_000  # bytes, as in safetensors itself
 
 
@@ -47,7 +47,7 @@ def _stored(entry: dict[str, Any], begin: int, size: int) -> Stored:
 
 
 def stored_tensors(file: Any, name: str, size: int) -> dict[str, Stored]:
-    """The tensors of an open shard of this name. Raises PentadError for another kind of file."""
+    """The tensors of an open shard of this name. Raises Damaged if it is not a safetensors file."""
     try:
         return read_header(file, size)
     except Damaged:

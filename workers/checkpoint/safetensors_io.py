@@ -32,7 +32,7 @@ _SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 def num_bytes(specs: Iterable[Spec]) -> int:
-    """Bytes of these tensors."""
+    """The size of these tensors in bytes."""
     return sum(_SIZES[spec["dtype"]] * math.prod(spec["shape"]) for spec in specs)
 
 
@@ -56,10 +56,10 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     publishing: Publishing = nullcontext,
 ) -> Shard:
-    """Writes a file durably. `parts`, joined, are the elements of all tensors in the order of `specs`.
+    """Writes a file durably. `parts`, concatenated, are the elements of all tensors in the order of `specs`.
 
-    A part may be part of a tensor or several; it is on any device, in the tensor's dtype. No reference to it is kept
-    while the next one is produced, except to the memory of the part written last. `publishing` is that of
+    A part may be part of a tensor or several tensors; it may be on any device, in the tensor's dtype. While the next
+    part is produced, only the memory of the last written one is still referenced. `publishing` is as in
     `Storage.write`. Raises OSError.
     """
     written = storage_of(path).write(path, _buffers(specs, parts, metadata), publishing)
@@ -77,7 +77,7 @@ def write_files(
 ) -> list[Shard]:
     """Writes tensors, in order, to files of at most `limit` bytes; a larger tensor gets its own file.
 
-    `name_of` takes a file's number, from 0, and the number of files. `read` gives the parts of a tensor, see
+    `name_of` takes a file's number, from 0, and the number of files. `read` returns the parts of a tensor, see
     `write_tensors`.
     """
     plan: list[dict[str, Spec]] = []

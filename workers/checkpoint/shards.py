@@ -18,7 +18,7 @@ from pentad.workers.checkpoint.safetensors_header import Stored, stored_tensors
 from pentad.workers.checkpoint.safetensors_io import DTYPES, header, num_bytes, write_tensors
 from pentad.workers.checkpoint.storage import storage_errors, storage_of
 
-CHUNK_ELEMENTS = 2**24  # of a tensor on a device, copied to the host and written at a time
+CHUNK_ELEMENTS = 2**24  # elements of a device tensor copied to the host and written at a time
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -26,12 +26,12 @@ def write_shard(
     folder: Location, file: str, tensors: dict[str, torch.Tensor], publishing: Publishing = nullcontext
 ) -> Shard:
     """Writes `tensors`, of any device and layout, to `folder/file` as safetensors; complete and durable on return. In a
-    store the file gets a name that is used once, in which `file` is the first part.
+    store, the file gets a unique name that begins with the stem of `file`.
 
-    Copies to the host some MiB at a time; the caller must not change them meanwhile. The file gets its name within
-    `publishing()`, which may raise to prevent that, as it may between two chunks. Raises PentadError, with nothing left
-    behind, for full or unwritable storage, an invalid file or tensor name, a dtype that cannot be stored, and a file of
-    a folder that is already committed (`delete_checkpoint` first).
+    Copies to the host some MiB at a time; the caller must not change the tensors meanwhile. The file gets its name
+    within `publishing()`, which may raise to prevent that, as it may between two chunks. Raises PentadError, leaving
+    nothing behind, for full or unwritable storage, an invalid file or tensor name, a dtype that cannot be stored, and a
+    file of a folder that is already committed (`delete_checkpoint` first).
     """
     if not is_file_name(file):
         raise PentadError(f"file is {file!r}: expected a plain name that ends in .safetensors")
@@ -63,8 +63,8 @@ def write_shards(
     generation: int,
     publishing: Publishing = nullcontext,
 ) -> list[dict[str, Any]]:
-    """Writes several files, and returns their entries for the manifest. Their names have the generation: what a rank
-    of an earlier one, which nobody can reach, writes late is in no checkpoint of this one."""
+    """Writes several files and returns their entries for the manifest. The names contain the generation, so that what
+    an unreachable rank of an earlier one writes late is in no checkpoint of this one."""
     names = {file: file.replace(".", f".gen{generation}.", 1) for file in files}
     return [write_shard(folder, names[file], dict(its), publishing).plain() for file, its in files.items()]
 
@@ -75,14 +75,14 @@ def stored_order(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 def dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    """The dtype of a tensor that the checkpoint has."""
+    """The dtype of a tensor in the checkpoint."""
     piece = checkpoint.tensors[name][0]
     with _opened(checkpoint, piece.file) as (_, stored):
         return _TORCH[stored[piece.stored].spec["dtype"]]
 
 
 def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """These tensors, on the CPU in memory of their own. Raises PentadError for a name that the checkpoint lacks."""
+    """These tensors, on the CPU in their own memory. Raises PentadError for a name that the checkpoint lacks."""
     names = list(names)
     for name in names:
         if name not in checkpoint.tensors:
@@ -94,10 +94,10 @@ def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor
 def read_elements(
     checkpoint: Checkpoint, name: str, start: int, end: int, buffer: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Elements `start` to `end`, in C order, of a tensor that the checkpoint has: flat, on the CPU in memory of their
-    own. Reads no others.
+    """Elements `start` to `end`, in C order, of a tensor in the checkpoint: flat, on the CPU in their own memory. Reads
+    no others.
 
-    With a `buffer` [bytes] they are in it, if it has room for them, or a view of the file if that is in this process.
+    With a `buffer` [bytes] they are in it if they fit, or a view of the file if the file is in this process.
     """
     found = None
     for piece in checkpoint.tensors[name]:
@@ -118,13 +118,13 @@ def read_elements(
                     found = buffer[:size].view(dtype)
                 target = found[first - start : last - start].view(torch.uint8).numpy()
                 if file.readinto(target) != target.nbytes:
-                    raise missing(piece.file)  # cut off since it was verified
+                    raise missing(piece.file)  # truncated since it was verified
     return torch.empty(0, dtype=dtype_of(checkpoint, name)) if found is None else found
 
 
 @contextmanager
 def _opened(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Any, dict[str, Stored]]]:
-    """A file of a checkpoint, and where its tensors are in it."""
+    """A file of a checkpoint, and where the tensors are in it."""
     path = checkpoint.folder / name
     try:
         with storage_of(path).opened(path) if checkpoint.opened is None else checkpoint.opened(name) as file:

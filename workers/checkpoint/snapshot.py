@@ -1,11 +1,11 @@
 """A copy of a rank's training state in host memory, taken while training continues and written from another thread.
 
-What makes it right: nothing but `update` blocks changes the state, and they run one after another on the train thread.
-A copy of `step` steps begins after the block that made them and is complete before the next block begins; on a GPU both
-are events that streams wait for, not the host. State that is in host memory anyway is not copied but read in place,
-and the next block begins when it has been written. So a copy never holds half an update, nor a step that is taken back:
-an optimistic step (PostValidatedStep) writes compute weights, which are not part of the state, and its block follows
-once the norm is known.
+Why it is consistent: only `update` blocks change the state, and they run one after another on the train thread. A copy
+after `step` steps begins after the block of that step and is complete before the next block begins; on a GPU both are
+events that streams wait for, not the host. State that is in host memory anyway is not copied but read in place, and the
+next block begins when it has been written. So a copy never contains half an update, nor a step that is taken back: an
+optimistic step (PostValidatedStep) writes compute weights, which are not part of the state, and its block follows once
+the norm is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pentad.workers.checkpoint.shards import stored_order
 from pentad.workers.cuda_streams import stream_of
 from pentad.workers.host_memory import HostMemory
 
-CHUNK_BYTES = 32 << 20  # in one copy to the host: others that share the copy engine go in between
+CHUNK_BYTES = 32 << 20  # per copy to the host, so that other users of the copy engine get their turn
 ALIGNMENT = 64  # bytes
 POLL_SECONDS = 0.005
 Files = Mapping[str, Mapping[str, torch.Tensor]]  # tensors by file and name
@@ -35,7 +35,8 @@ Files = Mapping[str, Mapping[str, torch.Tensor]]  # tensors by file and name
 
 @dataclass(frozen=True)
 class Copy:
-    """Files in host memory, complete after `end` on a GPU, and then of `version` steps. On a CPU it took `seconds`."""
+    """Files in host memory, on a GPU complete after `end`; they are then the state after `version` steps. On a CPU the
+    copy took `seconds`."""
 
     step: int
     files: dict[str, dict[str, torch.Tensor]]
@@ -48,8 +49,8 @@ class Copy:
 class Snapshots:
     """The snapshots of one rank and generation, one at a time, after `reserve`. `request` and `update` are for the
     train thread, `take` and `release` for the one that writes. `version` is the number of steps in the state once the
-    stream is as far. With `in_place` state on the host is not copied; `check` is called while an update waits for it to
-    be written, and may raise."""
+    stream has got there. With `in_place`, state on the host is not copied; `check` is called while an update waits for
+    it to be written, and may raise."""
 
     def __init__(
         self,
@@ -67,10 +68,10 @@ class Snapshots:
         self._requested: tuple[int, Files, torch.Tensor] | None = None
         self._copy: Copy | Exception | None = None  # until `release`
         self._end: torch.cuda.Event | None = None  # of the newest copy
-        self._given_up = -1  # steps in the newest snapshot, if nobody waits for it any more
+        self._given_up = -1  # steps of the newest snapshot if it was given up
 
     def reserve(self, files: Files) -> HostMemory:
-        """Memory for a snapshot of these files, which takes seconds for many GB."""
+        """Allocates memory for a snapshot of these files, which takes seconds for many GB."""
         size = snapshot_bytes(self._copied(files))
         if self.memory is None or self.memory.buffer.numel() != size:
             if self.memory is not None:
@@ -80,8 +81,8 @@ class Snapshots:
         return self.memory
 
     def request(self, step: int, files: Files, version: torch.Tensor) -> None:
-        """Has the state of `step` steps copied: now, or after the update that makes it. `files` are views of the state,
-        `version` is its number of steps on the device."""
+        """Has the state after `step` steps copied: now, or after the update that produces it. `files` are views of the
+        state, `version` is its number of steps on the device."""
         with self._changed:
             if self._copy is not None or self._requested is not None or self.version > step:
                 self._copy = PentadError(f"there is no snapshot of step {step}: expected one at a time, in order")
@@ -92,14 +93,14 @@ class Snapshots:
             self._begin()
 
     def fail(self, error: Exception) -> None:
-        """Has `take` raise it."""
+        """Makes `take` raise this error."""
         with self._changed:
             self._copy = error
             self._changed.notify_all()
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Has `take` raise what the block does."""
+        """Makes `take` raise any error of the block, too."""
         try:
             yield
         except Exception as error:
@@ -108,7 +109,7 @@ class Snapshots:
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
-        """Changes the state, which is of `step` steps then."""
+        """Wraps a change of the state, which is then that of `step` steps."""
         if self._end is not None:
             torch.cuda.current_stream(self.device).wait_event(self._end)
         with self._changed:
@@ -121,10 +122,11 @@ class Snapshots:
             self._begin()
 
     def take(self, step: int, check: Callable[[], None]) -> tuple[dict[str, dict[str, torch.Tensor]], float]:
-        """Waits for the requested snapshot of `step` steps; returns it with the seconds that the copy took. Call
+        """Waits for the requested snapshot of `step` steps; returns it, and the seconds that the copy took. Call
         `release` when its memory is no longer read.
 
-        Meanwhile calls `check`, which may raise. Raises what prevented the snapshot; the next may then be requested.
+        Calls `check`, which may raise, while it waits. Raises what prevented the snapshot; the next one may then be
+        requested.
         """
         with self._changed:
             while self._copy is None:
@@ -138,7 +140,7 @@ class Snapshots:
             check()
             time.sleep(POLL_SECONDS)
         if (copy.step, int(copy.version)) != (step, step):
-            check()  # a fence prevents steps
+            check()  # raises if a fence has prevented the step
             self.release()
             raise PentadError(f"the snapshot is of step {int(copy.version)}: expected {step}")
         seconds = copy.seconds if copy.begin is None or copy.end is None else copy.begin.elapsed_time(copy.end) / 1000
@@ -146,41 +148,42 @@ class Snapshots:
 
     @contextmanager
     def publishing(self, step: int, publishing: Publishing) -> Iterator[None]:
-        """`publishing()`, for a file of the snapshot of `step` steps. Raises PentadError if that was given up."""
+        """`publishing()` for a file of the snapshot of `step` steps. Raises PentadError if the snapshot was given
+        up."""
         with publishing():
             if self._given_up == step:
                 raise PentadError(f"the snapshot of step {step} was given up before it had been written")
             yield
 
     def give_up(self, step: int) -> None:
-        """The snapshot of `step` steps no longer counts: no update waits for it to be written. Who writes it may still
-        read it until `release`. From any thread."""
+        """Gives up the snapshot of `step` steps: no update waits for it to be written. Its writer may still read it
+        until `release`. From any thread."""
         with self._changed:
             self._given_up, self._reading = step, False
             self._changed.notify_all()
 
     def release(self) -> None:
-        """The next snapshot may be requested."""
+        """Allows the next snapshot to be requested."""
         with self._changed:
             self._copy, self._reading = None, False
             self._changed.notify_all()
 
     def detach(self) -> HostMemory:
-        """Instead of `release`: the memory with the snapshot, which is the caller's from now on. There is none for the
-        next one until `memory` is set."""
+        """Instead of `release`: hands the memory with the snapshot over to the caller. The next one needs `memory` to
+        be set again."""
         assert self.memory is not None
         memory, self.memory = self.memory, None
         self.release()
         return memory
 
     def close(self) -> None:
-        """Waits for the copy under way; what has been requested no longer counts."""
+        """Drops any request and waits for the copy in progress."""
         self._requested, self._reading = None, False
         if self._end is not None:
             self._end.synchronize()
 
     def _copied(self, files: Files) -> Files:
-        """The files without what is read in place."""
+        """The files without tensors that are read in place."""
         if not self.in_place:
             return files
         return {
@@ -189,7 +192,7 @@ class Snapshots:
         }
 
     def _begin(self) -> None:
-        """Copies beside what the current stream does next."""
+        """Starts the copy, beside what the current stream does next."""
         assert self._requested is not None and self.memory is not None
         (step, files, version), self._requested = self._requested, None
         copied = self._copied(files)
@@ -230,7 +233,7 @@ def _copy_in_chunks(source: torch.Tensor, target: torch.Tensor, *, non_blocking:
 
 @contextmanager
 def state_update(snapshots: Sequence[Snapshots], step: int) -> Iterator[None]:
-    """`update` of all of them."""
+    """Enters `update` of all these snapshots."""
     with ExitStack() as stack:
         for each in snapshots:
             stack.enter_context(each.update(step))
@@ -238,7 +241,7 @@ def state_update(snapshots: Sequence[Snapshots], step: int) -> Iterator[None]:
 
 
 def copy_to(buffer: torch.Tensor, files: Files) -> None:
-    """Copies these files, at once, to host memory [snapshot_bytes], as in their `layout`."""
+    """Synchronously copies these files to host memory [snapshot_bytes], arranged by their `layout`."""
     for file, targets in _views(buffer, files).items():
         for name, target in targets.items():
             _copy_in_chunks(files[file][name], target, non_blocking=False)
@@ -250,7 +253,7 @@ def snapshot_bytes(files: Files) -> int:
 
 
 def layout(files: Files) -> dict[str, dict[str, Stored]]:
-    """Where in its memory a snapshot has the tensors of these files: in their order."""
+    """Where a snapshot of these files has each tensor in its memory."""
     found, at = dict[str, dict[str, Stored]](), 0
     for file, tensors in files.items():
         found[file] = {}
@@ -266,7 +269,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _views(buffer: torch.Tensor, files: Files) -> dict[str, dict[str, torch.Tensor]]:
-    """Places for all tensors."""
+    """Views of the buffer for all tensors."""
     found = dict[str, dict[str, torch.Tensor]]()
     for file, places in layout(files).items():
         found[file] = {}

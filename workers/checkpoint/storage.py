@@ -1,4 +1,4 @@
-"""The storage of a place: that of a local folder, or of a store."""
+"""The storage of a place: a local folder's, or a store's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pentad.workers.checkpoint.location import Location, RemotePath
 
 
 def storage_of(place: Location) -> Storage[Any]:
-    """The storage of a place, whose methods take it and others of the same store. Raises OSError."""
+    """The storage of a place; its methods take this place and others of the same store. Raises OSError."""
     if isinstance(place, Path):
         return LOCAL
     return _remote(place.store, place.options)
@@ -35,7 +35,7 @@ atexit.register(_remote.cache_clear)  # see `location._open`
 
 
 def access_problem(folder: Location) -> str | None:
-    """Why a folder cannot be listed; None if it can, or is one of a store and could be created."""
+    """Why a folder cannot be listed; None if it can be, or if it is in a store and could be created."""
     if isinstance(folder, Path):
         return None if folder.is_dir() else os.strerror(errno.ENOENT)
     try:

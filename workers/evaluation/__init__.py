@@ -1,1 +1,1 @@
-"""What evaluations read, and what they add up."""
+"""What evaluations read and sum."""

@@ -11,7 +11,7 @@ from pentad.workers.data.samples import Sample, TokenSpan, sample_of
 
 
 class Round(NamedTuple):
-    """One run of the forward-only program: a global batch of data set number `data_set`, from sequence `first` on."""
+    """One run of the forward-only program: a global batch of data set `data_set`, from sequence `first` on."""
 
     data_set: int
     first: int
@@ -20,7 +20,7 @@ class Round(NamedTuple):
 class EvalLoader:
     """The first sequences of every data set, in its own order: they depend on neither the run's seed nor the mesh.
 
-    Rows after the last sequence have no targets, so that all ranks run as many rounds.
+    Rows after the last sequence have no targets, so that all ranks run the same number of rounds.
     """
 
     def __init__(self, plan: Plan, parts: list[CorpusPart], loader: BatchLoader) -> None:
@@ -34,7 +34,7 @@ class EvalLoader:
         ]
 
     def __call__(self, at: Round) -> dict[int, Tokens]:
-        """The tokens of a round, as `BatchLoader` returns those of a step."""
+        """The tokens of a round, in the form of `BatchLoader`'s tokens of a step."""
 
         return self.loader.load(lambda row: self._sample(at.data_set, at.first + row))
 

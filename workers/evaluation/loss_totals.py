@@ -1,4 +1,4 @@
-"""What LOSS adds up: the losses of an evaluation over all ranks."""
+"""LOSS: sums the losses of an evaluation over all ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pentad.workers.rank_waits import rank_waits
 class LossTotals:
     """For every data set, the sum of its token losses so far and the number of its targets, in float64.
 
-    A round is one run of the forward-only program, on sequences of one data set. Its sums are added up by replica,
-    microbatch and context rank: every entry has one contributor, so they are exact in any order.
+    A round is one run of the forward-only program on sequences of one data set. Its losses are summed over ranks by
+    replica, microbatch and cp rank: every entry has one contributor, so the sums are exact in any order.
     """
 
     def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage], world: dist.ProcessGroup | None) -> None:
@@ -37,16 +37,16 @@ class LossTotals:
     def begin(self, data_set: int) -> None:
         """Starts a round, on the compute lane."""
         self.data_set = data_set
-        if self.filled is not None:  # LOSS of the round before may still have to read what is now cleared
+        if self.filled is not None:  # LOSS of the previous round may still have to read what is cleared now
             torch.cuda.current_stream().wait_event(self.filled)
         self.counts.zero_()
 
     def count(self, microbatch: int, targets: torch.Tensor) -> None:
-        """Counts the targets [T] of a slice of a microbatch; -100 is none."""
+        """Counts the targets [T] of a slice of a microbatch; -100 is not counted."""
         self.counts[microbatch].add_((targets >= 0).sum())
 
     def reduce(self) -> None:
-        """LOSS."""
+        """LOSS: sums the round over all ranks."""
         self.values.zero_()
         if self.last is not None:
             self.values[self.place] = torch.stack((self.last.loss_sums[: len(self.counts)].sum(1), self.counts), dim=1)
@@ -58,5 +58,5 @@ class LossTotals:
         self.sums[self.data_set] += self.values.sum((0, 1, 2))
 
     def read(self) -> list[tuple[float, int]]:
-        """(sum of losses, targets) by data set; once the last round has ended."""
+        """(sum of losses, number of targets) by data set, once the last round has ended."""
         return [(loss, round(count)) for loss, count in self.sums.tolist()]

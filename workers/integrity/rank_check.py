@@ -15,19 +15,19 @@ from pentad.workers.integrity.state_digests import gathered_digests, state_diges
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.params.weight_shard import WeightShard
 
-Gathered = Callable[[int], AbstractContextManager[None]]  # the weights of a stage are gathered meanwhile
+Gathered = Callable[[int], AbstractContextManager[None]]  # gathers the weights of a stage within
 
 
 def check_rank(
     plan: Plan, rank: int, step: int, held: Iterable[WeightShard], stages: Mapping[int, BaseStage], gathered: Gathered
 ) -> RankCheck:
     """Digests of the state after `step` steps, none of which is open, in the shards `held`, and of what the rank
-    computes of one microbatch, twice. Changes neither weights nor optimizer state; overwrites gradients.
+    computes from one microbatch, twice. Changes neither weights nor optimizer state; overwrites gradients.
 
     All ranks of the mesh must call it.
     """
     state, first, second = state_digests(held), dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    for index, stage in sorted(stages.items()):  # DualPipe's mirror ranks hold them in another order
+    for index, stage in sorted(stages.items()):  # DualPipe's mirror ranks hold them in a different order
         if stage.casts is not None and stage.casts.history is not None:
             state |= {name: digest(values) for name, values in stage.casts.history.by_name.items()}
         with gathered(index):

@@ -1,4 +1,4 @@
-"""What a rank computes of one microbatch whose inputs all replicas of its stages make alike."""
+"""What a rank computes from one microbatch that all replicas of its stages draw alike."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pentad.workers.params.parameters import DTYPES
 
 
 def replay(plan: Plan, rank: int, stage: BaseStage, index: int, step: int) -> dict[str, torch.Tensor]:
-    """Digests of what F, B and W of a microbatch give on a stage of a rank, between two steps: of activations,
+    """Digests of the results of F, B and W of one microbatch on a stage of a rank, between two steps: of activations,
     gradients of activations, and gradients of weights.
 
-    Inputs are drawn from the run's seed, the step, the stage and the rank's coordinates but for dp, so ranks that
-    differ in dp alone, and DualPipe's mirrors, get the same names, and must get the same bits. Overwrites gradients.
-    All ranks of the mesh must call it.
+    Inputs are drawn from the run's seed, the step, the stage and the rank's coordinates except dp, so ranks that differ
+    only in dp, and DualPipe's mirrors, have the same names, and must get the same bits. Overwrites gradients. All ranks
+    of the mesh must call it.
     """
     at = plan.mesh.coordinates(rank)
     where = f"stage {index} tp{at.tp} cp{at.cp} ep{at.ep}"
@@ -29,7 +29,7 @@ def replay(plan: Plan, rank: int, stage: BaseStage, index: int, step: int) -> di
 
 
 def _run(plan: Plan, rank: int, stage: BaseStage, index: int, step: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The first microbatch: its slices in order forward, and in reverse backward."""
+    """Runs the first microbatch: its slices in order forward, and in reverse backward."""
     draw, slices = Draw(plan, rank, index, step, stage.device), range(plan.program.slices)
     for number in slices:
         result = run_to_completion(stage.forward(number, draw.inputs(stage)))
@@ -51,7 +51,7 @@ def _run(plan: Plan, rank: int, stage: BaseStage, index: int, step: int) -> Iter
 
 
 def new_generator(device: torch.device) -> torch.Generator:
-    """As torch.Generator(device), which on a CPU needs what `torch_import.defer_meta_kernels` leaves out."""
+    """Like torch.Generator(device), which on a CPU needs the kernels that `torch_import.defer_meta_kernels` defers."""
     return torch.default_generator.clone_state() if device.type == "cpu" else torch.Generator(device)
 
 
@@ -67,7 +67,7 @@ class Draw:
         )
 
     def inputs(self, stage: BaseStage) -> StageInputs:
-        """What F reads; targets only where the stage has a loss."""
+        """What F reads; targets only if the stage has a loss."""
         plan = self.plan
         inputs = StageInputs(tokens=self._tokens()) if stage.first else StageInputs(self.activation())
         if stage.last:
@@ -76,7 +76,7 @@ class Draw:
         return inputs
 
     def activation(self) -> torch.Tensor:
-        """[T / tp, H] of a rank's residual stream, or its gradient."""
+        """[T / tp, H] of a rank's residual stream, or of its gradient."""
         shape = self.plan.sequence_parallel_tokens, self.plan.model.hidden
         dtype = DTYPES[self.plan.dtype]
         return torch.randn(shape, dtype=dtype, device=self.device, generator=self.residual)

@@ -1,4 +1,4 @@
-"""What a rank reports of a search for flipped bits: plain data, no tensors."""
+"""What a rank reports in a search for flipped bits: plain data, no tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 class RankCheck(NamedTuple):
     """Digests by name; ranks that share a name should have the same digest.
 
-    `state` has those of weights and optimizer state, `first` and `second` those of the results of one microbatch, which
-    the rank has computed twice.
+    `state` has the digests of weights and optimizer state, `first` and `second` those of the results of one microbatch,
+    which the rank has computed twice.
     """
 
     state: dict[str, int]

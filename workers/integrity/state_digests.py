@@ -15,10 +15,10 @@ from pentad.workers.params.weight_shard import WeightShard
 
 
 def state_digests(weights: Iterable[WeightShard]) -> dict[str, torch.Tensor]:
-    """Digests of master weights, optimizer state and routing biases, of the weights in the dtype of compute, and of
-    those that LoRA freezes, tensor by tensor.
+    """Digests, tensor by tensor, of master weights, optimizer state and routing biases, of the weights in the compute
+    dtype, and of those that LoRA freezes.
 
-    The name of a ZeRO shard has its elements: only its replicas, if there are any, hold the same.
+    The name for a ZeRO shard includes its elements, so that only its replicas, if any, share it.
     """
     return {name: digest(values) for each in weights for name, values in _named(each)}
 

@@ -15,7 +15,7 @@ StepTimes = list[tuple[Instruction, float, float]]  # instruction, start and end
 
 
 class TimedStep(NamedTuple):
-    """`zero` completed when the host's monotonic clock showed `zero_seconds`; `events` are (instruction, start,
+    """`zero` completed when the host's monotonic clock was at `zero_seconds`; `events` are (instruction, start,
     end)."""
 
     zero: torch.cuda.Event
@@ -24,13 +24,13 @@ class TimedStep(NamedTuple):
 
 
 class GpuTimer:
-    """The events of the steps that have not been read yet. Events are reused."""
+    """The events of steps that have not been read. Events are reused."""
 
     def __init__(self, device: torch.device) -> None:
         self.steps: list[TimedStep] = []
         self.free: list[torch.cuda.Event] = []
-        # A separate stream, on which an event completes immediately. torch takes streams from a pool for each priority
-        # and may return one twice; no lane has a high priority.
+        # On a separate stream, an event completes immediately. torch takes streams from one pool for each priority and
+        # may return one twice; no lane has a high priority.
         self.clock = torch.cuda.Stream(device, priority=-1)
 
     def begin_step(self) -> None:
@@ -46,12 +46,12 @@ class GpuTimer:
         self.steps[-1].events.append((part, start, end))
 
     def discard_step(self) -> None:
-        """Forgets the instructions of the newest step, which are complete."""
+        """Forgets the instructions of the newest step, all of them complete."""
         self.free += [event for _, *events in self.steps[-1].events for event in events]
         self.steps[-1].events.clear()
 
     def read(self, count: int) -> list[StepTimes]:
-        """The times of the oldest `count` steps, which are complete; forgets them."""
+        """Returns the times of the oldest `count` steps, all of them complete, and forgets them."""
         found = []
         for zero, zero_seconds, events in self.steps[:count]:
             spans = [(part, zero.elapsed_time(start), zero.elapsed_time(end)) for part, start, end in events]

@@ -1,4 +1,4 @@
-"""A rank's progress in a memory-mapped file of 56 bytes, readable while its interpreter is blocked or gone."""
+"""A rank's progress in a memory-mapped file of 56 bytes, readable even if its interpreter is blocked or gone."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ AXES = ("", *LAYER_AXES)
 
 
 class Progress(NamedTuple):
-    """`counter` is the index in the rank's stream (-1 between steps), `since` the time it was reached, in seconds of
-    the host's monotonic clock. The stream is that of `program` of the plan's programs. In an evaluation of the weights
-    of `step` steps, it counts the actions of all rounds.
+    """`counter` is the index in the rank's stream of program `program` (-1 between steps), `since` the time it was
+    reached, in seconds of the host's monotonic clock. In an evaluation of the weights after `step` steps, `counter`
+    counts the actions of all rounds.
 
-    `waits` is how many operations inside layers this instruction has begun to wait for, -1 if that is not known, and on
-    a GPU before the first; while it waits for the last of them, and on a GPU until the next one, `axis` is that
-    operation's ('tp', 'cp' or 'ep'), else ''."""
+    `waits` is the number of operations inside layers that this instruction has begun to wait for; -1 if unknown, and on
+    a GPU before the first. `axis` is the axis ('tp', 'cp' or 'ep') of the last of them while it is waited for (on a GPU
+    until the next one), else ''.
+    """
 
     generation: int
     step: int
@@ -71,7 +72,7 @@ def read_progress(path: Path) -> Progress:
 
 
 def axis_number(axis: str) -> int:
-    """Among AXES. A group that is not along tp, cp or ep counts as one of no axis."""
+    """The index in AXES; 0, no axis, for a group that is not along tp, cp or ep."""
     return AXES.index(axis) if axis in AXES else 0
 
 

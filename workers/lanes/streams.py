@@ -21,15 +21,15 @@ from pentad.workers.parallel.async_ops import Arrival, ContinuedWork, host_waits
 from pentad.workers.rank_waits import rank_waits
 from pentad.workers.run_delay import run_delay
 
-AHEAD = 2  # instructions that the host issues before the compute lane needs them
-BETWEEN = ("HOST", -1)  # instructions
+AHEAD = 2  # instructions that the host issues ahead of the compute lane
+BETWEEN = ("HOST", -1)  # between instructions
 OpSeconds = dict[tuple[str, int], float]  # of a step, by op and stage
 Check = Callable[[], None]  # called while the host waits; raises Aborted once the generation is over
 
 
 class StepWaits(NamedTuple):
-    """Seconds of a step that compute waited for communication inside layers, and that the thread was ready to run while
-    other processes had the cores (BETWEEN: between instructions)."""
+    """Seconds of a step that compute waited for communication inside layers, and seconds that the thread was ready to
+    run while other processes had the cores (BETWEEN: between instructions)."""
 
     layers: OpSeconds
     starved: OpSeconds
@@ -51,9 +51,9 @@ class HostStreams:
         self.waits: list[StepWaits] = []  # of each step
         self.read_waits: list[StepWaits] = []  # of the steps read last
         host_waits.delay_clock = run_delay
-        # Up to the end of the last instruction, in layers, and outside their waits.
+        # Totals at the end of the last instruction: waits inside layers, and run delay outside these waits.
         self.waited, self.delayed = host_waits.seconds, 0.0
-        self.running: dict[Key, tuple[Sequence[Arrival], int]] = {}  # works, and where their times are
+        self.running: dict[Key, tuple[Sequence[Arrival], int]] = {}  # works, and the index of their times
 
     @property
     def has_unread_steps(self) -> bool:
@@ -73,7 +73,7 @@ class HostStreams:
         start = time.monotonic()
         yield
         times.append((part, start, time.monotonic()))
-        self._count_delay(where)  # of an overlapped pair, like waits, to the half that ends first
+        self._count_delay(where)  # counted, like waits, for the half of an overlapped pair that ends first
         if host_waits.seconds > self.waited:
             waits = self.waits[-1].layers
             waits[where] = waits.get(where, 0.0) + host_waits.seconds - self.waited
@@ -89,13 +89,13 @@ class HostStreams:
         """Nothing to do: compute is synchronous."""
 
     def end_action(self, action: Action) -> None:
-        """Nothing to do: the progress file counts the waits inside layers of each."""
+        """Nothing to do: the progress file counts the waits inside layers for each action."""
 
     def join(self, key: Key) -> None:
-        """Nothing to do: what other lanes do for compute has ended."""
+        """Nothing to do: what other lanes do for compute has already ended."""
 
     def join_sends(self) -> None:
-        """Nothing to do: sends have ended."""
+        """Nothing to do: sends have already ended."""
 
     def finish(self, check: Check) -> None:
         """Nothing to do: the last instruction of a step waits for all others."""
@@ -113,7 +113,7 @@ class HostStreams:
         return found
 
     def take_waits(self) -> dict[str, Any]:
-        """Of the oldest of the steps read last that has not been taken yet."""
+        """The waits, in a StepResult's form, of the oldest step read last that has not been taken."""
         return self.read_waits.pop(0).rows()
 
     def _wait_for(self, key: Key) -> None:
@@ -128,11 +128,11 @@ class HostStreams:
                 work.follow()
         times = self.steps[-1]
         part, start, _ = times[index]
-        # Complete since this thread could run again: that it had no core is no part of a transfer.
+        # Time without a core after the transfer completed is no part of the transfer.
         times[index] = (part, start, max(start, time.monotonic() - (run_delay() - delayed)))
 
     def _count_delay(self, where: tuple[str, int]) -> None:
-        """The run delay since this was last called was in `where`."""
+        """Counts the run delay since the last call as that of `where`."""
         delayed, starved = run_delay() - host_waits.run_delay, self.waits[-1].starved
         if delayed > self.delayed:
             starved[where] = starved.get(where, 0.0) + delayed - self.delayed
@@ -159,7 +159,7 @@ class CudaStreams:
         self.progress.begin_step()
         self.ends.clear()
         self.timer.begin_step()
-        before = self.timer.event()  # the previous step's compute has ended: its slots and send buffers are free
+        before = self.timer.event()  # once the previous step's compute has ended, its slots and send buffers are free
         before.record(self.compute)
         for lane, stream in self.streams.items():
             if lane != "compute":
@@ -168,7 +168,7 @@ class CudaStreams:
 
     @contextmanager
     def issue(self, part: Instruction) -> Iterator[None]:
-        """What is launched inside runs on the lane of the instruction, after those it waits for."""
+        """What is launched inside runs on the instruction's lane, after the instructions it waits for."""
         lane, stream = part.lane, self.streams[part.lane]
         self.progress.issuing += 1
         for key in part.waits:
@@ -188,13 +188,13 @@ class CudaStreams:
     def end_with(self, part: Instruction, works: Sequence[Arrival]) -> None:
         """Makes the instruction being issued end with these operations."""
         for work in works:
-            work.wait()  # the lane's stream waits for NCCL's, not the host
+            work.wait()  # makes the lane's stream, not the host, wait for NCCL's
 
     def throttle(self, check: Check, ahead: int = AHEAD) -> None:
-        """Waits until the compute lane has at most `ahead` instructions to complete.
+        """Waits until at most `ahead` instructions of the compute lane remain.
 
-        A host that issues until the driver's queue is full blocks inside the driver, and holds up every other thread's
-        driver calls too.
+        A host that issues until the driver's queue is full blocks inside the driver and holds up the driver calls of
+        all other threads, too.
         """
         self.progress.wait_compute(check, ahead)
 
@@ -203,16 +203,16 @@ class CudaStreams:
         self.progress.wait_previous_step(check)
 
     def end_action(self, action: Action) -> None:
-        """The waits inside layers of the next one are counted from 1."""
+        """Counts the waits inside layers of the next action from 1."""
         if action.lane == "compute":
             self.progress.end_waits()
 
     def join(self, key: Key) -> None:
-        """Makes the compute lane wait for what this rank does for an instruction of the step."""
+        """Makes the compute lane wait for this rank's part of an instruction of the step."""
         self.compute.wait_event(self.ends[key][1])
 
     def join_sends(self) -> None:
-        """Makes the compute lane wait for all sends, which read memory that it allocates."""
+        """Makes the compute lane wait for all sends: they read memory that it allocates."""
         for lane, stream in self.streams.items():
             if lane.startswith("SEND"):
                 self.compute.wait_stream(stream)
@@ -222,7 +222,7 @@ class CudaStreams:
         self.progress.wait_all(check)
 
     def discard_step(self, check: Check) -> None:
-        """Waits for everything issued, and forgets the instructions of the newest step."""
+        """Waits for everything issued and forgets the instructions of the newest step."""
         self.progress.wait_all(check)
         self.timer.discard_step()
         self.ends.clear()
@@ -242,12 +242,12 @@ class CudaStreams:
         return self.timer.read(count)
 
     def take_waits(self) -> dict[str, Any]:
-        """None: the GPU waits inside compute instructions, where nothing is timed, and has no other processes."""
+        """Empty: a GPU waits inside compute instructions, where nothing is timed, and shares no cores."""
         return {}
 
     def position(self) -> tuple[int, Instruction] | None:
-        """(steps behind the newest one, instruction) that the compute lane is at, or the NORM that this one waits for,
-        in which all ranks meet; None if it is idle. From any thread."""
+        """(steps behind the newest one, instruction) that the compute lane has reached, or the NORM that this
+        instruction waits for, where all ranks meet; None if the lane is idle. From any thread."""
         if not (compute := self._incomplete("compute")):
             return None
         behind, part = compute[0]
@@ -257,7 +257,7 @@ class CudaStreams:
         return next((each for each in reductions if each[0] == behind and each[1].op is Op.NORM), (behind, part))
 
     def _incomplete(self, lane: str) -> list[tuple[int, Instruction]]:
-        """(steps behind the newest one, instruction) of what a lane has been given and has not completed, in order."""
+        """(steps behind the newest one, instruction) of all that a lane has not completed, in order."""
         steps, count = list(self.timer.steps), self.progress.pending(lane)
         behind, issued = len(steps), list[tuple[int, Instruction]]()
         for step in steps:

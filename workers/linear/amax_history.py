@@ -1,8 +1,8 @@
 """Delayed scaling (Transformer Engine's DelayedScaling, with a history of one step and no margin): an operand is scaled
-by its absolute maximum of the step before, so that no cast has to know its own first.
+by its absolute maximum in the previous step, so that a cast need not find its own maximum first.
 
-The maximum is over all microbatches and all ranks that hold the layer. An operand without one is scaled by its own; one
-that was zero all through a step keeps the former.
+The maximum is over all microbatches and all ranks that hold the layer. An operand without one is scaled by its current
+maximum; one that was zero throughout a step keeps the earlier maximum.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import fp8_matrices
 from pentad.workers.parallel.async_ops import all_reduce_max_
 
-ROLES: tuple[Role, ...] = ("activation", "gradient")  # weights are cast once a step, by their own maximum
+ROLES: tuple[Role, ...] = ("activation", "gradient")  # weights are cast once a step, by their current maximum
 Group = dist.ProcessGroup | None
-PREFIX = "fp8_amax."  # of names in a checkpoint
+PREFIX = "fp8_amax."  # for names in a checkpoint
 
 
 class Operand(NamedTuple):
-    """What a layer knows of an operand: `amax` [1, 1] of the step before, 0 for none, and `maxima` [MAXIMA], to which
-    casts `record` their own."""
+    """What a layer knows of an operand: its `amax` [1, 1] in the previous step, 0 for none, and `maxima` [MAXIMA], in
+    which casts `record` theirs."""
 
     amax: Tensor
     maxima: Tensor
@@ -36,18 +36,18 @@ class Operand(NamedTuple):
         record(amax, self.maxima)
 
     def amax_or(self, current: Tensor) -> Tensor:
-        """[1, 1]: that of the step before, or if there is none the current one."""
+        """[1, 1]: the maximum of the previous step or, if there is none, the current one."""
         return torch.where(self.amax > 0, self.amax, current)
 
 
 class AmaxHistory:
     """The maxima of the operands of a stage's products with the matrices `names`.
 
-    `values` [matrices, 2], float32, of activations and of gradients, 0 for none, are part of the training state: they
-    advance with the master weights. Casts use `used`, which with post-validation is as far ahead as the weights that
-    layers read. `newest` are those of the last step that reached NORM. All are equal on all ranks that hold the stage.
-
-    The host need not know whether there are maxima: `is_known` only saves the casts from looking for others.
+    `values` [matrices, 2], float32, are the maxima of activations and of gradients, 0 for none. They are part of the
+    training state and advance with the master weights. Casts read `used`, which with post-validation is as far ahead as
+    the weights that layers read. `newest` are the maxima of the last step that reached NORM. All are the same on all
+    ranks that hold the stage. The host need not know whether there are maxima; `is_known` only saves casts from
+    computing current ones.
     """
 
     def __init__(self, names: Iterable[str], device: torch.device) -> None:
@@ -77,27 +77,28 @@ class AmaxHistory:
         return {f"{PREFIX}{name}": row for name, row in zip(self.names, self.values, strict=True)}
 
     def begin_step(self) -> None:
-        """Waits for the last step while there are operands without a maximum."""
+        """Waits for the last step as long as some operand has no maximum."""
         self.maxima.zero_()
         self.is_known = self.is_known or bool((self.values > 0).all())
 
     def look_ahead(self) -> None:
-        """Casts use the newest maxima, as if their step were valid."""
+        """Lets casts use the newest maxima, as if their step were valid."""
         self.used.copy_(self._advanced())
 
     def advance(self, valid: Tensor) -> None:
-        """Takes over the newest maxima if their step is `valid`, a scalar bool; casts use what is valid."""
+        """Takes over the newest maxima if their step is `valid`, a scalar bool; casts then use the maxima of the last
+        valid step."""
         self.values.copy_(torch.where(valid, self._advanced(), self.values))
         self.used.copy_(self.values)
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Takes over saved values by name; of what is missing there is no maximum."""
+        """Takes over saved values by name; missing ones become 0, no maximum."""
         for name, values in self.by_name.items():
             values.copy_(saved[name]) if name in saved else values.zero_()
         self.restored()
 
     def restored(self) -> None:
-        """The values have been replaced."""
+        """Call when the values have been replaced."""
         self.used.copy_(self.values)
         self.is_known = False
 
@@ -106,8 +107,8 @@ class AmaxHistory:
 
 
 def reduce_maxima(histories: Sequence[tuple[AmaxHistory, Group]], tp_group: Group) -> None:
-    """The `newest` maxima of a complete step: over the ranks that hold the stage of each history, which are the group
-    beside it and that of the tensor ranks. All of them must call it, with the stages in the same order."""
+    """Computes the `newest` maxima of a complete step over the ranks that hold each history's stage: the group given
+    with it, and the tp ranks. All of them must call this, with the stages in the same order."""
     by_group: dict[Group, list[AmaxHistory]] = {}
     for history, group in histories:
         torch.amax(history.maxima, 2, out=history.newest)

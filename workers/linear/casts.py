@@ -1,8 +1,8 @@
 """Operands in 8 bits (kernels/fp8): what a stage casts, and with what scales.
 
-Blocks of 1 x 128 and 128 x 128 have scales of their own, whoever holds them. A scale of a whole row, column or tensor
-is the same on all ranks that hold parts of it: they agree on its absolute maximum, so that any mesh computes what one
-process does. T tokens, K features.
+Blocks of 1 x 128 and 128 x 128 have their own scales, whichever rank holds them. The scale of a full row, column or
+tensor is the same on all ranks that hold parts of it: they agree on its absolute maximum, so that any mesh computes
+what one process would. T tokens, K features.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from pentad.workers.linear.fp8_samples import Fp8Samples, PendingSamples
 from pentad.workers.parallel.row_exchange import RowGroup
 
 Operand = Tensor | Fp8Forms
-RowOperand = Tensor | Fp8Tensor  # of experts: rows [T, K] with scales for each 1 x 128, or in the compute dtype
+RowOperand = Tensor | Fp8Tensor  # for experts: rows [T, K] with 1 x 128 scales, or in the compute dtype
 
 
 class SplitOver(NamedTuple):
-    """The ranks between which an operand [T, K] is cut."""
+    """The ranks over which an operand [T, K] is split."""
 
     tokens: RowGroup = RowGroup()
     features: RowGroup = RowGroup()
 
     def amax(self, x: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> Amax | None:
-        """What the recipe scales rows and columns of x by, as of the whole operand; None: its tiles are local."""
+        """The absolute maxima by which the recipe scales rows and columns of the full operand; None if its tiles are
+        local."""
         if recipe.scaling == "block":
             return None
         none = x.new_empty(0, 1, dtype=torch.float32)
@@ -44,7 +45,7 @@ class SplitOver(NamedTuple):
         )
 
     def whole(self, amax: Tensor) -> Tensor:
-        """That of the tensor [1, 1], from that of this rank's part."""
+        """The absolute maximum [1, 1] of the full tensor, from that of this rank's part."""
         return self.features.maximum(self.tokens.maximum(amax).wait()).wait()
 
 
@@ -53,18 +54,18 @@ class NormedSaved(NamedTuple):
 
     stream: Tensor  # [T, H], what was normed
     rstd: Tensor  # [T]
-    amax: Tensor | None  # [1, 1] that the normed rows are scaled by; None with delayed scaling, whose history has it
+    amax: Tensor | None  # [1, 1], scales the normed rows; None with delayed scaling, where the history has it
 
 
 class Casts:
-    """The casts of a stage. Its weights in 8 bits are kept until `weights_changed`; `samples` are those of the current
-    step, if it is sampled. With a `history` scales are delayed. `name` is always that of the parameter whose product
-    reads what is cast."""
+    """The casts of a stage. Its 8-bit weights are kept until `weights_changed`; `samples` are those of the current
+    step, if it is sampled. With a `history`, scaling is delayed. `name` always is the parameter whose product reads the
+    operand."""
 
     def __init__(
         self, recipe: Recipe, device: torch.device, dtype: torch.dtype, history: AmaxHistory | None = None
     ) -> None:
-        """`dtype` is that of compute."""
+        """`dtype` is the compute dtype."""
         require_units(recipe, device)
         assert history is None or recipe.scaling == "tensor"
         self.recipe, self.history, self.dtype = recipe, history, dtype
@@ -80,7 +81,7 @@ class Casts:
         self._weights.clear()
 
     def take_samples(self) -> PendingSamples | None:
-        """What a sampled step has counted; later products are not counted."""
+        """What a sampled step has counted so far; later products are not counted."""
         samples, self.samples = self.samples, None
         if samples is not None and self.history is not None:
             samples.replace_maxima({key: each.maxima for key, each in self.history.operands.items()})
@@ -94,8 +95,8 @@ class Casts:
         return self._weights[key]
 
     def gathered(self, values: Tensor, scales: Tensor, *, columns: bool) -> Fp8Forms:
-        """A matrix that was gathered in 8 bits, by rows, and also by `columns` if asked for: transposing it also makes
-        scales of 128 x 128 or of the whole matrix those of its columns."""
+        """A matrix that was gathered in 8 bits, by rows and, if asked for, by `columns`: transposing the matrix turns
+        scales of 128 x 128 blocks or of the full matrix into those of its columns."""
         key = values.data_ptr()
         if not columns:
             return Fp8Forms(Fp8Tensor(values, scales), None)
@@ -115,7 +116,7 @@ class Casts:
         columns: bool = True,
         amax: Tensor | None = None,
     ) -> Fp8Forms:
-        """With `amax`, x is a part of what that is of."""
+        """Casts x; a given `amax` is that of a tensor of which x is a part."""
         x, delayed = x.contiguous(), self._delayed(name, role)
         if amax is None:
             amax = self.amax(x, role, name, split)
@@ -124,7 +125,8 @@ class Casts:
         return fp8_cast(x, self.recipe, role, given, rows=rows, columns=columns, maxima=maxima)
 
     def amax(self, x: Tensor, role: Role, name: str, split: SplitOver) -> Tensor | None:
-        """[1, 1]: what an operand is scaled by, of which this rank has the part x; None: its tiles have their own."""
+        """[1, 1]: the maximum that scales the operand of which x is this rank's part; None if tiles have their own
+        scales."""
         if self.recipe.scaling != "tensor":
             return None
         delayed = self._delayed(name, role)
@@ -133,7 +135,7 @@ class Casts:
         return self._measured(delayed, absolute_maximum(x), split)
 
     def rows(self, x: Tensor, role: Role) -> Fp8Tensor:
-        """x [T, K] by rows, with scales of blocks."""
+        """x [T, K] by rows, with block scales."""
         assert self.recipe.scaling == "block"
         found = fp8_cast(x.contiguous(), self.recipe, role, columns=False).rows
         assert found is not None
@@ -149,7 +151,7 @@ class Casts:
         name: str,
         split: SplitOver,
     ) -> tuple[Fp8Forms, NormedSaved]:
-        """(the form of rows, what B needs) of the normed sum [T, H]. Not for rows with scales of their own."""
+        """(the form by rows, what B needs) of the normed sum [T, H]. Not for row scaling."""
         delayed = self._delayed(name, "activation")
         if self.recipe.scaling == "block" or self.is_known:
             given = (None, None) if delayed is None else delayed
@@ -170,7 +172,7 @@ class Casts:
         return fp8_normed(saved.stream, weight, saved.rstd, self.recipe, given, offset, rows=rows, columns=columns)
 
     def glu(self, gate_up: Tensor, act: Activation, name: str, split: SplitOver) -> Fp8Forms:
-        """The form of rows of the unit's result [T, I]."""
+        """The form by rows of the unit's result [T, I]."""
         if self.recipe.scaling == "row":
             return self.cast(glu(gate_up, act), "activation", name, split, columns=False)
         delayed = self._delayed(name, "activation")
@@ -183,7 +185,7 @@ class Casts:
     def glu_backward(
         self, dy: Tensor, gate_up: Tensor, act: Activation, name: str, before: str, split: SplitOver
     ) -> tuple[Fp8Forms, Fp8Forms]:
-        """(both forms of the gradient [T, 2I], the form of columns of the result [T, I]). The gradient is read by
+        """(both forms of the gradient [T, 2I], the form by columns of the result [T, I]). The gradient is read by
         products with the parameter `before`."""
         if self.recipe.scaling == "row":
             dgate_up, y = glu_backward(dy, gate_up, act)
@@ -201,15 +203,16 @@ class Casts:
 
     @property
     def is_known(self) -> bool:
-        """Whether all activations and gradients are scaled by maxima of the step before."""
+        """Whether all activations and gradients are scaled by maxima of the previous step."""
         return self.history is not None and self.history.is_known
 
     def _delayed(self, name: str, role: Role) -> DelayedOperand | None:
-        """None with current scaling, as that of weights always is."""
+        """None with current scaling, which weights always have."""
         return None if self.history is None or role == "weight" else self.history.operands[name, role]
 
     def _measured(self, delayed: DelayedOperand | None, amax: Tensor, split: SplitOver) -> Tensor:
-        """What an operand is scaled by [1, 1], where this rank's part has the absolute maximum `amax` [1, 1]."""
+        """The maximum [1, 1] that scales an operand of which this rank's part has the absolute maximum `amax` [1,
+        1]."""
         if delayed is not None:
             delayed.measured(amax)
         whole = split.whole(amax)
@@ -217,7 +220,7 @@ class Casts:
 
 
 def require_units(recipe: Recipe, device: torch.device) -> None:
-    """Raises PentadError for a GPU that cannot multiply by this recipe; CPUs emulate all."""
+    """Raises PentadError for a GPU that cannot multiply with this recipe; CPUs emulate all recipes."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
@@ -228,10 +231,10 @@ def require_units(recipe: Recipe, device: torch.device) -> None:
 
 
 def twice(amax: Tensor) -> Amax:
-    """For both forms of a tensor with one scale."""
+    """The maxima of both forms of a tensor with one scale."""
     return Amax(amax, amax)
 
 
 def _maxima(x: Tensor, dim: int) -> Tensor:
-    """The absolute maxima of x along a dimension, float32, one below the other."""
+    """The absolute maxima of x along a dimension, float32, as one column."""
     return torch.linalg.vector_norm(x, torch.inf, dim=dim)[:, None].float()

@@ -1,6 +1,6 @@
-"""All rows of operands in 8 bits of which tensor ranks have parts: half the bytes of those in 16.
+"""Gathers the rows of 8-bit operands split over tp ranks: half the bytes of 16-bit ones.
 
-The parts are whole tiles, so their casts are those of the whole matrix. t tokens of T, K features.
+The parts are whole tiles, so they are cast as they would be in the full matrix. t tokens of T, K features.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 
 def gather_forms(tp: TensorParallelGroup, forms: Fp8Forms, *, keep: bool = True) -> AsyncResult[Fp8Forms]:
-    """The forms of [T, K] from those of this rank's rows [t, K]; the scale of a tensor is the same on all ranks. This
-    rank's values need not be among `rows` unless they are to `keep`."""
+    """The forms of [T, K] from those of this rank's rows [t, K]; the scale of a tensor is the same on all ranks. Unless
+    `keep`, this rank's own values may be missing in `rows`."""
     if tp.size == 1:
         return ready(forms)
     rows, columns = forms
@@ -26,7 +26,7 @@ def gather_forms(tp: TensorParallelGroup, forms: Fp8Forms, *, keep: bool = True)
 def _gather(
     tp: TensorParallelGroup, form: Fp8Tensor | None, dim: int, *, keep: bool = True
 ) -> AsyncResult[Fp8Tensor | None]:
-    """`dim` is that of the tokens."""
+    """`dim` is the dimension of the tokens."""
     if form is None:
         return ready(None)
     values, scales = form
@@ -36,7 +36,7 @@ def _gather(
 
 
 def _along(tp: TensorParallelGroup, x: Tensor, dim: int, *, keep: bool = True) -> AsyncResult[Tensor]:
-    """The parts of all ranks, one after another along a dimension."""
+    """The parts of all ranks, concatenated along a dimension."""
     if dim == 0:
         return tp.all_gather(x, keep=keep)
     return tp.all_gather_stacked(x).then(lambda parts: parts.transpose(0, 1).flatten(1))

@@ -13,7 +13,7 @@ from pentad.schedules.spec.zero_layout import replicas
 from pentad.workers.linear.fp8_sample import GradientSums
 from pentad.workers.params.param_buffers import ParamBuffers
 
-CHUNK = 2**24  # elements that are compared at once, which bounds the memory for it
+CHUNK = 2**24  # elements compared at once, which bounds the memory
 
 
 class PendingSums(NamedTuple):
@@ -27,14 +27,14 @@ class PendingSums(NamedTuple):
 
 
 class KeptGradients:
-    """What a rank counts of the gradients of a step in the compute dtype, complete and in host memory."""
+    """This rank's share of the complete gradients of a step in the compute dtype, kept in host memory."""
 
     def __init__(self, plan: Plan, rank: int, buffers: Mapping[ParamShard, ParamBuffers]) -> None:
         self.plan, self.rank, self.buffers = plan, rank, buffers
         self.kept = [gradient.to("cpu", copy=True) for _, gradient in self._counted()]
 
     def compared(self) -> PendingSums:
-        """Compares with the gradients that are there now, which are complete too."""
+        """Compares with the current gradients, which are complete, too."""
         names, rows = list[str](), list[Tensor]()
         for (name, gradient), kept in zip(self._counted(), self.kept, strict=True):
             names.append(name)
@@ -44,7 +44,7 @@ class KeptGradients:
         return PendingSums(tuple(names), host.copy_(stacked, non_blocking=True))
 
     def _counted(self) -> Iterator[tuple[str, Tensor]]:
-        """The parts of gradients that no other rank counts, as in the gradient norm, with the names of the weights."""
+        """The parts of gradients that no other rank counts, as in the gradient norm, each with its weight's name."""
         for shard, buffers in self.buffers.items():
             parameters = buffers.parameters
             if replicas(self.plan, shard, self.rank)[0] != self.rank:

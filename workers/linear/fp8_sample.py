@@ -1,4 +1,4 @@
-"""How well the operands of products fit into 8 bits and what becomes of gradients, as numbers: the driver reads them
+"""Figures on how well operands of products fit into 8 bits, and on the effect on gradients: the driver reads them
 without torch."""
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 class Fp8Sample(NamedTuple):
-    """What was counted of an operand in all products of one rank in a step. `amax` is the absolute maximum, nan if a
-    value is not finite; `saturated` values have the largest magnitude that 8 bits have, `underflowed` ones are zero."""
+    """What was counted of an operand in all products of one rank in a step. `amax` is the absolute maximum, nan if any
+    value is not finite; `saturated` values have the largest magnitude of the 8-bit format, `underflowed` ones are
+    zero."""
 
     weight: str  # the parameter whose product it is an operand of
     role: Role
@@ -24,8 +25,8 @@ class Fp8Sample(NamedTuple):
 
 
 class GradientSums(NamedTuple):
-    """Sums over elements of a gradient that one rank counts, in a step that was compared: of products of the gradient
-    in 8 bits with the one in the compute dtype, and of the squares of both."""
+    """Sums over the elements of a gradient that one rank counts, in a step that was compared: of the products of the
+    8-bit gradient with the one in the compute dtype, and of the squares of both."""
 
     weight: str
     product: float
@@ -37,7 +38,7 @@ Key = tuple[str, "Role"]
 
 
 def merged(samples: Iterable[Fp8Sample]) -> dict[Key, Fp8Sample]:
-    """The samples of all ranks, by weight and role, in the order of names."""
+    """The samples of all ranks combined, by weight and role, in the order of names."""
     found: dict[Key, Fp8Sample] = {}
     for each in samples:
         key = each.weight, each.role
@@ -52,8 +53,8 @@ def merged(samples: Iterable[Fp8Sample]) -> dict[Key, Fp8Sample]:
 
 
 def cosines(sums: Iterable[GradientSums]) -> dict[str, float]:
-    """The cosines of the angles between both gradients, from the sums of all ranks: by weight, in the order of names;
-    nan if a gradient is zero or not finite."""
+    """The cosines of the angles between the two gradients of each weight, from the sums of all ranks, in the order of
+    names; nan if a gradient is zero or not finite."""
     found: dict[str, tuple[float, ...]] = {}
     for weight, *values in sums:
         before = found.get(weight, (0.0, 0.0, 0.0))

@@ -1,7 +1,7 @@
-"""How well the operands of products fit into 8 bits: counted as they are multiplied, in the steps that are sampled.
+"""Counts how well the operands of products fit into 8 bits, while they are multiplied, in the steps that are sampled.
 
-A sample costs a pass over each operand that F and B multiply. Shares and maxima do not depend on the
-mesh: ranks that have the same operand count the same, those with parts of one count parts of it.
+A sample costs a pass over each operand that F and B multiply. Shares and maxima do not depend on the mesh: ranks with
+the same operand count the same, ranks with parts of one count parts of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Role
 from pentad.workers.linear.fp8_sample import Fp8Sample, Key
 
-CHUNK = 2**24  # values that are looked at at once, which bounds the memory of a sample
+CHUNK = 2**24  # values inspected at once, which bounds the memory of a sample
 # The bits of the largest finite number, without the sign.
 LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 
@@ -37,13 +37,13 @@ class Fp8Samples:
         self._found[weight, role] = counts
 
     def replace_maxima(self, maxima: Mapping[Key, Tensor]) -> None:
-        """By the largest of these, which are those before a cast that may have saturated."""
+        """Replaces the maxima by the largest of these, recorded before casts that may have saturated."""
         for key, counts in self._found.items():
             if key in maxima:
                 counts[0] = torch.where(counts[0].isnan(), counts[0], maxima[key].amax())
 
     def take(self) -> PendingSamples:
-        """What was counted, as copies on the host."""
+        """The counts so far, as copies on the host."""
         if not self._found:
             return PendingSamples((), None)
         stacked = torch.stack(list(self._found.values()))

@@ -1,7 +1,7 @@
-"""The matrices of experts and their products: in the compute dtype, or with casts in 8 bits.
+"""The matrices of experts and their products: in the compute dtype or, with casts, in 8 bits.
 
-Rows are sorted by expert (kernels/moe). In 8 bits tokens have scales for each 1 x 128 of their values, whoever holds
-them; they are sent with their scales, and products read a token's row for each of its experts. T tokens, R rows.
+Rows are sorted by expert (kernels/moe). In 8 bits, tokens have a scale for each 1 x 128 values, whichever rank holds
+them; they are sent with their scales, and products read a token's row once for each of its experts. T tokens, R rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pentad.workers.parallel.async_ops import AsyncResult, gather2
 
 
 class GroupedLinear(NamedTuple):
-    """Matrices [local, N, K]; `name` is the parameter's."""
+    """Matrices [local, N, K]; `name` is the parameter's name."""
 
     param: Param
     casts: Casts | None = None
@@ -40,7 +40,7 @@ class GroupedLinear(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of compute."""
+        """The compute dtype."""
         return self.weight.dtype if self.casts is None else self.casts.dtype
 
     @property
@@ -48,14 +48,14 @@ class GroupedLinear(NamedTuple):
         return self.param.gradient
 
     def forward(self, x: RowOperand, offsets: Tensor, index: Tensor | None = None) -> Tensor:
-        """[R, N], of the rows `index` of x [.., K]."""
+        """[R, N], from the rows `index` of x [.., K]."""
         if isinstance(x, Fp8Tensor):
             return fp8_grouped_gemm(x, self._matrices().rows, offsets, self.dtype, index)
         assert index is None
         return grouped_gemm(x, self.weight, offsets)
 
     def input_grad(self, dy: RowOperand, offsets: Tensor, index: Tensor | None = None) -> Tensor:
-        """[R, K], of the rows `index` of dy [.., N]."""
+        """[R, K], from the rows `index` of dy [.., N]."""
         if isinstance(dy, Fp8Tensor):
             return fp8_grouped_gemm(dy, self._matrices().columns, offsets, self.dtype, index)
         assert index is None
@@ -94,7 +94,7 @@ class SendsRows(Protocol):
 
 
 def dispatch(dispatcher: SendsRows, x: RowOperand) -> AsyncResult[RowOperand]:
-    """Sends tokens [T, ..] to the ranks of their experts, in 8 bits with their scales."""
+    """Sends tokens [T, ..] to the ranks of their experts; 8-bit tokens travel with their scales."""
     if isinstance(x, Tensor):
         return dispatcher.dispatch(x)
     sent = gather2(dispatcher.dispatch(x.values.view(torch.uint8)), dispatcher.dispatch(x.scales))
@@ -102,8 +102,7 @@ def dispatch(dispatcher: SendsRows, x: RowOperand) -> AsyncResult[RowOperand]:
 
 
 def gathered(x: RowOperand, rows: ExpertRows) -> tuple[RowOperand, Tensor | None]:
-    """(an operand, the index of each row in it) for the rows of tokens x: products in 8 bits read tokens where they
-    are."""
+    """(an operand, the index of each row in it) for the rows of tokens x: products in 8 bits read tokens in place."""
     if isinstance(x, Fp8Tensor):
         return x, rows.tokens
     return gather_rows(x, rows.tokens, rows.offsets), None

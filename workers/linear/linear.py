@@ -1,6 +1,6 @@
-"""A linear layer's matrix and its three products: F, the gradient for the input in B, and what it leaves to W.
+"""A linear layer's matrix and its three products: F, the input gradient in B, and what it leaves to W.
 
-Tensor parallelism cuts a matrix [N, K] along its outputs (column-parallel) or its inputs (row-parallel; Megatron-LM,
+Tensor parallelism splits a matrix [N, K] along its outputs (column-parallel) or its inputs (row-parallel; Megatron-LM,
 arXiv 1909.08053, section 3). T tokens.
 """
 
@@ -33,7 +33,7 @@ class Axes(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """Operands are tensors in the compute dtype, or with `casts` forms in 8 bits. `name` is the parameter's."""
+    """Operands are tensors in the compute dtype or, with `casts`, 8-bit forms. `name` is the parameter's name."""
 
     param: Param  # [N, K]
     casts: Casts | None = None
@@ -50,7 +50,7 @@ class Linear(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of compute."""
+        """The compute dtype."""
         return self.weight.dtype if self.casts is None else self.casts.dtype
 
     @property
@@ -58,17 +58,17 @@ class Linear(NamedTuple):
         return self.param.gradient
 
     def input(self, axes: Axes, x: Operand, *, rows: bool = False, columns: bool = False) -> Operand:
-        """x [T, K] as an operand: rows of F, columns of W."""
+        """x [T, K] as an operand: by rows for F, by columns for W."""
         if self.casts is None or not isinstance(x, Tensor):
             return x
         return self.casts.cast(x, "activation", self.name, self._input_split(axes), rows=rows, columns=columns)
 
     def output_grad(self, axes: Axes, dy: Tensor) -> Operand:
-        """The gradient dy [T, N] of the result as an operand of B and of W."""
+        """The gradient dy [T, N] of the result as an operand of B and W."""
         return dy if self.casts is None else self.casts.cast(dy, "gradient", self.name, self._output_split(axes))
 
     def glu(self, axes: Axes, gate_up: Tensor, act: Activation) -> Operand:
-        """A gated linear unit's result [T, K] as the operand of F."""
+        """A gated linear unit's result [T, K] as an operand of F."""
         if self.casts is None:
             return glu(gate_up, act)
         return self.casts.glu(gate_up, act, self.name, self._input_split(axes))
@@ -77,7 +77,7 @@ class Linear(NamedTuple):
         self, axes: Axes, dy: Tensor, gate_up: Tensor, act: Activation, before: str
     ) -> tuple[Operand, Operand]:
         """(the gradient of gate_up [T, 2K] as an operand of the product with the parameter `before`, the unit's result
-        [T, K] as one of W)."""
+        [T, K] as an operand of W)."""
         if self.casts is None:
             return glu_backward(dy, gate_up, act)
         return self.casts.glu_backward(dy, gate_up, act, self.name, before, self._input_split(axes))
@@ -97,8 +97,8 @@ class Linear(NamedTuple):
     def gather_forward(
         self, axes: Axes, x: Operand, bias: Tensor | None = None, *, keep: bool = True
     ) -> AsyncResult[tuple[Operand, Callable[[], Tensor]]]:
-        """(all rows of x, what then makes the product [T, N]); this rank's rows are multiplied meanwhile, and are among
-        all if they are to `keep`."""
+        """(all rows of x, a function that completes the product [T, N]). This rank's rows are multiplied while the
+        others arrive; unless `keep`, they may be missing from the result."""
         if self._overlaps(axes, x):
             amax = self._amax(axes, x, "activation")
             return self._multiply_gathered(axes, x, "activation", self._input_split(axes), bias, amax=amax, keep=keep)
@@ -116,8 +116,8 @@ class Linear(NamedTuple):
     def gather_input_grad(
         self, axes: Axes, dy: Tensor
     ) -> AsyncResult[tuple[Tensor, Callable[[], tuple[Operand, Tensor]]]]:
-        """(all rows of dy, what then makes what `input_grad_gathered` does); this rank's rows are multiplied
-        meanwhile."""
+        """(all rows of dy, a function that returns what `input_grad_gathered` does); this rank's rows are multiplied
+        while the others arrive."""
 
         def after(full: Tensor) -> tuple[Operand, Tensor]:
             operand = self.output_grad(axes, full)
@@ -137,12 +137,12 @@ class Linear(NamedTuple):
         return found.then(lambda both: (plain(both[0]), lambda: complete(plain(both[0]), both[1])))
 
     def forward_scattered(self, axes: Axes, x: Operand, plus: Tensor | None = None) -> AsyncResult[Tensor]:
-        """This rank's rows [T / tp, N] of the sum over the tp ranks, of a row-parallel product and of `plus` [T, N],
+        """This rank's rows [T / tp, N] of the sum, over the tp ranks, of a row-parallel product and `plus` [T, N],
         which may be overwritten."""
         return self._multiply_scattered(axes, _rows_of(x), "activation", plus)
 
     def input_grad_scattered(self, axes: Axes, dy: Operand, plus: Tensor | None = None) -> AsyncResult[Tensor]:
-        """This rank's rows [T / tp, K] of the sum over the tp ranks, of a column-parallel product and of `plus` [T, K],
+        """This rank's rows [T / tp, K] of the sum, over the tp ranks, of a column-parallel product and `plus` [T, K],
         which may be overwritten."""
         return self._multiply_scattered(axes, _rows_of(dy), "gradient", plus)
 
@@ -153,13 +153,13 @@ class Linear(NamedTuple):
         return LinearWgrad(self.gradient, dy, x)
 
     def _overlaps(self, axes: Axes, x: Operand) -> bool:
-        """Whether rows are multiplied while others arrive: in 8 bits those that are whole tiles."""
+        """Whether rows are multiplied while others arrive; in 8 bits, only whole tiles are."""
         own = x if isinstance(x, Tensor) else _given(x.rows).values
         return axes.tp.overlaps(len(own), own.numel(), own) and (self.casts is None or len(own) % TILE == 0)
 
     def _amax(self, axes: Axes, x: Operand, role: Role) -> Tensor | None:
-        """What all rows of x are scaled by, of which this rank has some; None: they have scales already, or tiles have
-        their own."""
+        """The maximum that scales all rows of x, some of which this rank has; None if they already have scales, or
+        tiles have their own."""
         if self.casts is None or not isinstance(x, Tensor):
             return None
         return self.casts.amax(x, role, self.name, SplitOver(axes.cp, axes.tp))
@@ -175,7 +175,8 @@ class Linear(NamedTuple):
         amax: Tensor | None = None,
         keep: bool = True,
     ) -> AsyncResult[tuple[Operand, Callable[[], Tensor]]]:
-        """(all rows of x, what completes their product), in tiles of rows, which are cast as they are multiplied."""
+        """(all rows of x, a function that completes their product), in tiles of rows, which are cast as they are
+        multiplied."""
         matrix, values = self._matrix(axes, role), x if isinstance(x, Tensor) else _given(x.rows).values
 
         def product(operand: Operand, rows: slice, out: Tensor) -> None:
@@ -224,7 +225,7 @@ class Linear(NamedTuple):
         return torch.mm(left, right, out=out) if bias is None else torch.addmm(bias, left, right, out=out)
 
     def _matrix(self, axes: Axes, role: Role) -> RowOperand:
-        """By which activations [.., K] or gradients [.., N] are multiplied; in 8 bits transposed."""
+        """The matrix that activations [.., K] or gradients [.., N] are multiplied by; transposed in 8 bits."""
         is_backward = role == "gradient"
         if self.casts is None:
             return self.weight if is_backward else self.weight.t()
@@ -234,7 +235,7 @@ class Linear(NamedTuple):
         return _given(forms.columns if is_backward else forms.rows)
 
     def _width(self, role: Role) -> int:
-        """Of the product: N in F, K in B."""
+        """The width of the product: N in F, K in B."""
         return self.weight.shape[role == "gradient"]
 
     def _sample(self, role: Role, operand: Fp8Tensor) -> None:
@@ -248,7 +249,7 @@ class Linear(NamedTuple):
         return SplitOver(axes.cp, RowGroup() if self.row_parallel else axes.tp)
 
     def _forms(self, axes: Axes, *, columns: bool) -> Fp8Forms:
-        """That of rows, and with `columns` the other one, which a cast makes anyway."""
+        """The form by rows and, with `columns`, the other one, which a cast makes anyway."""
         assert self.casts is not None
         if self.param.scales is not None:
             return self.casts.gathered(self.weight, self.param.scales, columns=columns)
@@ -257,7 +258,7 @@ class Linear(NamedTuple):
 
 
 def gather(axes: Axes, x: Operand, *, keep: bool = True) -> AsyncResult[Operand]:
-    """All rows of what tp ranks have parts of, this rank's if they are to `keep`."""
+    """All rows of an operand split over the tp ranks; unless `keep`, this rank's may be missing."""
     return axes.tp.all_gather(x, keep=keep) if isinstance(x, Tensor) else gather_forms(axes.tp, x, keep=keep)
 
 
@@ -267,7 +268,7 @@ def part(x: RowOperand, rows: slice) -> RowOperand:
 
 
 def plain(x: Operand | RowOperand) -> Tensor:
-    """An operand of a product that is never in 8 bits."""
+    """Asserts that an operand is not in 8 bits, and returns it."""
     assert isinstance(x, Tensor)
     return x
 
@@ -278,5 +279,5 @@ def _given(form: Fp8Tensor | None) -> Fp8Tensor:
 
 
 def _rows_of(x: Operand) -> RowOperand:
-    """As the left operand of a product."""
+    """x as the left operand of a product."""
     return x if isinstance(x, Tensor) else _given(x.rows)

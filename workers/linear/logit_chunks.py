@@ -1,7 +1,7 @@
 """The output head and its loss without the logits of all rows: chunk by chunk, each in the memory of the one before.
 
-What is saved of the logits is their log-sum-exps: W makes each chunk again. T tokens, V words of this rank's part of
-the vocabulary, H hidden.
+Only the log-sum-exps of the logits are saved: W recomputes each chunk. T tokens, V words in this rank's part of the
+vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pentad.kernels.wgrad_gemm import accumulate_gradient_
 
 
 class TokenLoss(NamedTuple):
-    """The loss of a token with its `z_loss`, times `scale`; `softcap` is that of `cross_entropy`."""
+    """The loss of a token including its `z_loss`, times `scale`; `softcap` as in `cross_entropy`."""
 
     scale: float
     softcap: float = 0.0
@@ -24,8 +24,8 @@ class TokenLoss(NamedTuple):
 
 
 class HeadWgrad(NamedTuple):
-    """gradient [V, H] += dlogits^T @ normed [T, H]; the logits are made again, `rows` at a time, of the same weight
-    [V, H]."""
+    """gradient [V, H] += dlogits^T @ normed [T, H]; the logits are recomputed from `weight` [V, H], `rows` at a
+    time."""
 
     gradient: Tensor | None
     weight: Tensor
@@ -36,7 +36,7 @@ class HeadWgrad(NamedTuple):
     rows: int
 
     def accumulate(self, gradient: Tensor, *, overwrite: bool) -> None:
-        """Adds to the gradient, or is to `overwrite` what it has."""
+        """Adds to the gradient or, with `overwrite`, replaces it."""
         tokens = len(self.normed)
         made = self.normed.new_empty(min(self.rows, tokens), len(self.weight))  # each chunk overwrites the one before
         for start in range(0, tokens, self.rows):

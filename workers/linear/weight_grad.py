@@ -20,7 +20,7 @@ from pentad.workers.params.param_buffers import Unwritten
 
 
 class Param(NamedTuple):
-    weight: Tensor  # in the compute dtype, or with `scales` in 8 bits
+    weight: Tensor  # in the compute dtype or, with `scales`, in 8 bits
     gradient: Tensor | None  # the main gradient; None: the weight is frozen
     scales: Tensor | None = None  # of a weight that was gathered in 8 bits
 
@@ -44,7 +44,7 @@ class AddWgrad(NamedTuple):
 
 
 class EmbeddingWgrad(NamedTuple):
-    """gradient [V, H] += dy [T, H] at the rows `tokens` [T]; -1 is another rank's."""
+    """gradient [V, H] += dy [T, H] at the rows `tokens` [T]; -1: another rank's token."""
 
     gradient: Tensor | None
     dy: Tensor
@@ -54,8 +54,8 @@ class EmbeddingWgrad(NamedTuple):
 class GroupedWgrad(NamedTuple):
     """gradient[e] [N, K] += dy_e^T @ x_e over the rows of expert e, which end at `offsets[e]`.
 
-    `dy_rows` and `x_rows` [R] give the row of dy [.., N] and of x [.., K] for each row; None: they are in order.
-    Operands in 8 bits are cast back to `dtype`.
+    `dy_rows` and `x_rows` [R] give the row of dy [.., N] and of x [.., K] for each row; None: they are already in
+    order. 8-bit operands are cast back to `dtype`.
     """
 
     gradient: Tensor | None
@@ -71,14 +71,14 @@ Wgrad = LinearWgrad | AddWgrad | EmbeddingWgrad | GroupedWgrad | HeadWgrad
 
 
 def bias_wgrad(bias: Param, dy: Tensor) -> AddWgrad:
-    """The work for W of a bias [N], from the gradient dy [T, N] of what it is added to."""
+    """The work for W of a bias [N], from the gradient dy [T, N] of the sum."""
     return AddWgrad(bias.gradient, dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
 
 
 def accumulate_wgrads(work: list[Wgrad], unwritten: Unwritten) -> None:
     """Adds the weight gradients of one microbatch slice to the main gradients, in order; frozen weights have none.
 
-    Those that are `unwritten` contain anything: what comes first overwrites them.
+    Gradients that are `unwritten` have arbitrary contents, which the first contribution overwrites.
     """
     for item in work:
         match item:

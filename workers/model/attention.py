@@ -1,7 +1,7 @@
 """The attention sublayer: grouped-query attention with rotary positions, its heads split over the tp ranks.
 
 B sequences, S positions of a slice, T = B S tokens, H hidden, N query heads and M key-value heads of this rank, D head
-dim. With fewer key-value heads than tp ranks, several ranks compute the same one.
+dim. With fewer key-value heads than tp ranks, several ranks compute the same key-value head.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class AttentionSaved(NamedTuple):
 
 
 class KeptProjections(NamedTuple):
-    """What is kept of attention where only its result is recomputed."""
+    """What is kept of attention if only its result is recomputed."""
 
     inputs: KeptInputs
-    norms: Any  # what B needs of what was before them
+    norms: Any  # what B needs of the norms or latents before them
 
 
 class KeptRows(NamedTuple):
-    """What is kept of attention where queries, keys and values of all but its first rows are recomputed."""
+    """What is kept of attention if queries, keys and values are recomputed for all but the first rows."""
 
-    result: KeptAttention | None  # None where that is recomputed
-    qkv: tuple[Tensor, ...]  # [first rows, N + 2M, D]; after an exchange of heads [cp first rows, heads, D] of each
+    result: KeptAttention | None  # None if it is recomputed
+    qkv: tuple[Tensor, ...]  # [first rows, N + 2M, D], or after an exchange of heads each [cp first rows, heads, D]
     qk_norm: QKNormSaved | None  # of these rows
 
 
@@ -63,7 +63,7 @@ class HasContext(Protocol):
 
 
 S = TypeVar("S", bound=HasContext)
-Kept: TypeAlias = S | KeptProjections | KeptAttention | None  # of what F would save
+Kept: TypeAlias = S | KeptProjections | KeptAttention | None  # of what F would otherwise save
 
 
 class Attention(NamedTuple):
@@ -112,7 +112,7 @@ class Attention(NamedTuple):
         qk_norm: QKNormSaved | None,
         kept: KeptAttention | None = None,
     ) -> Task[AttentionSaved]:
-        """All but the products. What was `kept` of attention is not computed again."""
+        """Everything but the projections. What was `kept` of attention is not recomputed."""
         heads, kv_heads = self._head_counts(context)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         out, saved = yield from attend(context, sequence, q, k, v, self.sinks and self.sinks.weight, kept)
@@ -121,7 +121,7 @@ class Attention(NamedTuple):
     def _queries_keys_values(
         self, context: LayerContext, x: Operand, rotary: RotaryTable
     ) -> Task[tuple[Tensor, QKNormSaved | None]]:
-        """([T, N + 2M, D], what B needs of their norms)."""
+        """(queries, keys and values [T, N + 2M, D], what B needs of their norms)."""
         axes, heads, kv_heads = context.axes, *self._head_counts(context)
         qkv = yield from self.qkv.forward_gathered(axes, x, self.qkv_bias and self.qkv_bias.weight)
         yield from self.qkv_adapters.add_(context, x, qkv)
@@ -133,7 +133,7 @@ class Attention(NamedTuple):
         return qkv, (yield from self.qk_norm.forward_(context.tp, q, k, rotary.cos, rotary.sin))
 
     def project(self, context: LayerContext, out: Tensor) -> Task[Tensor]:
-        """The result [T / tp, H] of the heads' output."""
+        """The result [T / tp, H] from the output of the heads."""
         axes = context.axes
         y = yield from self.out.forward_scattered(axes, self.out.input(axes, out, rows=True))
         yield from self.out_adapter.add_(context, out, y)
@@ -144,7 +144,7 @@ class Attention(NamedTuple):
     def keep(
         self, saved: AttentionSaved, recomputed: Collection[str], split: RowSplit | None = None
     ) -> Kept[AttentionSaved] | KeptRows:
-        """What is kept without these parts: with `split` the first rows of queries, keys and values as well."""
+        """What is kept if these parts are recomputed; with `split`, also the first rows of queries, keys and values."""
         drops_inputs, drops_result = (name in recomputed for name in ("qkv_linear", "core_attn"))
         if drops_inputs and split is not None:
             qk_norm = saved.qk_norm
@@ -164,7 +164,8 @@ class Attention(NamedTuple):
         kept: Kept[AttentionSaved] | KeptRows,
         split: RowSplit | None = None,
     ) -> Task[AttentionSaved]:
-        """What `keep` left out, by the kernels of the forward; `x` makes its input, or the rest of its rows."""
+        """Recomputes what `keep` left out, with the kernels of the forward; `x` returns the sublayer's input, or given
+        a split the rest of its rows."""
         if isinstance(kept, AttentionSaved):
             return kept
         if isinstance(kept, KeptRows):
@@ -179,7 +180,7 @@ class Attention(NamedTuple):
     def _attend_joined(
         self, context: LayerContext, sequence: SequenceContext, x: Operand, kept: KeptRows, split: RowSplit
     ) -> Task[AttentionSaved]:
-        """`_attend` with the rows that were kept, and those of the input x."""
+        """`_attend` with the rows that were kept, joined with those computed from the input x."""
         is_exchanged, length = len(kept.qkv) > 1, sequence.rotary.length
         saved = len(kept.qkv[0]) // (sequence.cp.size if is_exchanged else 1)
         rotary = sequence.rotary.rest(split, saved // split.saved * split.size)
@@ -220,7 +221,7 @@ class Attention(NamedTuple):
         )
         del dout
         dqkv = joined_heads(grads).flatten(0, 1)  # [T, N + 2M, D]
-        del grads  # free before the products
+        del grads  # free them before the products
         if self.qk_norm is not None and saved.qk_norm is not None:
             dq, dk, _ = dqkv.split((heads, kv_heads, kv_heads), dim=1)
             vectors += yield from self.qk_norm.backward_(axes.tp, dq, dk, saved.qk_norm, rotary.cos, rotary.sin)
@@ -239,13 +240,13 @@ class Attention(NamedTuple):
         return dx, [self.out.wgrad(doutput, out), self.qkv.wgrad(dprojected, x), *vectors]
 
     def _head_counts(self, context: LayerContext) -> tuple[int, int]:
-        """Query heads and key-value heads of this rank."""
+        """The numbers of query heads and key-value heads of this rank."""
         width, head_dim = self.out.weight.shape[1], context.model.qk_head_dim
         return width // head_dim, (self.qkv.weight.shape[0] - width) // 2 // head_dim
 
 
 def kept_of(saved: S, norms: object, *, drops_inputs: bool, drops_result: bool) -> Kept[S]:
-    """What is kept of attention where RECOMPUTE computes queries, keys and values again, or its result, or both."""
+    """What is kept of attention if RECOMPUTE computes queries, keys and values again, or its result, or both."""
     if drops_inputs:
         return None if drops_result else keep(saved.context)
     return KeptProjections(keep_inputs(saved.context), norms) if drops_result else saved
@@ -260,8 +261,8 @@ def attend(
     sinks: Tensor | None = None,
     kept: KeptAttention | None = None,
 ) -> Task[tuple[Tensor, SavedContext]]:
-    """(out [T, N D], what B needs) of queries [T, N, D], keys and values [T, M, D], after those of earlier slices, and
-    sinks [N]; what was `kept` is not computed again."""
+    """(out [T, N D], what B needs) of queries [T, N, D], keys and values [T, M, D], which follow those of earlier
+    slices, and sinks [N]. What was `kept` is not recomputed."""
     q, k, v = (_by_sequence(each, sequence) for each in (q, k, v))
     k, v = sequence.kv_cache.extend((k, v), sequence.rotary.start)  # [B, M, start + S, D]
     options = _options(context, sequence)
@@ -276,7 +277,7 @@ def attend_again(
     sinks: Tensor | None = None,
     kept: KeptAttention | None = None,
 ) -> Task[tuple[Tensor, SavedContext]]:
-    """What `attend` returned, from what was kept of its inputs, and of its result if that was."""
+    """What `attend` returned, from the inputs kept of it, and from its result if that was kept."""
     options = _options(context, sequence)
     out, saved = yield from sequence.cp.attend_again(inputs, options, sequence.documents, sinks, kept)
     return _by_token(out), saved
@@ -297,8 +298,8 @@ def attend_backward(
     head_dim: int,
     sinks: Tensor | None = None,
 ) -> Task[tuple[QKVGrads, Tensor | None]]:
-    """(gradients [B, S, heads, D] of queries, keys and values, that of the sinks [N]) from that of the output
-    [T, N head_dim], with the same sinks as forward."""
+    """(gradients [B, S, heads, D] of queries, keys and values, gradient [N] of the sinks) from the gradient of the
+    output [T, N head_dim], with the same sinks as in the forward."""
     dout = _by_sequence(dout.unflatten(1, (-1, head_dim)), sequence)
     (dq, dk, dv), dsinks = yield from sequence.cp.attend_backward(dout, saved, sinks)
     dk, dv = sequence.kv_cache.slice_grads((dk, dv), sequence.rotary.start)
@@ -306,7 +307,7 @@ def attend_backward(
 
 
 def joined_heads(parts: Sequence[Tensor]) -> Tensor:
-    """[B, S, all heads, D] from parts [B, S, heads, D]: without a copy where they are side by side in memory."""
+    """[B, S, all heads, D] from parts [B, S, heads, D]; without a copy if they are adjacent in memory."""
     first, (batch, length, _, width) = parts[0], parts[0].shape
     sizes = [part.shape[2] * width for part in parts]
     starts = [first.storage_offset() + sum(sizes[:number]) for number in range(len(parts))]

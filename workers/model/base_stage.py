@@ -29,7 +29,7 @@ from pentad.workers.parallel.process_groups import LayerGroups
 from pentad.workers.params.param_buffers import BoundBuffers, NamedBuffer, ParamBuffers, Unwritten, WeightBuffer
 from pentad.workers.params.router_bias import ExpertLoad, LoadBalancer, reports_load
 
-Activation = Tensor | tuple[Tensor, Tensor]  # [T, H]; between units of a stage the two terms of the residual stream
+Activation = Tensor | tuple[Tensor, Tensor]  # [T, H]; between units of a stage, the two terms of the residual stream
 
 
 class StageInputs(NamedTuple):
@@ -37,11 +37,11 @@ class StageInputs(NamedTuple):
 
     received: Activation | None = None  # [T / tp, H], not on the first stage; unchanged until B
     tokens: Tensor | None = None  # [T], first stage
-    targets: Tensor | None = None  # [T], last stage; -100 where there is no loss
-    mtp_targets: Tensor | None = None  # [mtp_layers, T], last stage, those after them; an evaluation runs no MTP layers
-    mtp_inputs: Tensor | None = None  # [mtp_layers, T], tokens that MTP layers read where targets are masked
+    targets: Tensor | None = None  # [T], last stage; -100: no loss
+    mtp_targets: Tensor | None = None  # [mtp_layers, T], last stage, targets after those; None in an evaluation
+    mtp_inputs: Tensor | None = None  # [mtp_layers, T], tokens that MTP layers read if targets are masked
     document_starts: Sequence[Sequence[int]] = ()  # of packed sequences: positions, by row of the batch
-    positions: Tensor | None = None  # [T] in their sequences, where each has others on this rank
+    positions: Tensor | None = None  # [T] in their sequences, if these differ in positions on this rank
     share: ContextShare | None = None  # with data-aware groups, in place of rows of a batch
 
 
@@ -49,19 +49,18 @@ class BaseStage(ABC):
     """A `slice_index` is microbatch * slices + slice.
 
     `param_buffers` hold the flat weights that a stage reads and the main gradients that W adds to, those of experts
-    separately; `frozen` hold weights without gradients. `saved` is what F leaves for B, and `deferred` what B
-    leaves to W, by slice index; clearing `saved` discards the step so far. `loss_sums` [microbatches, rows], float64,
-    are the summed token losses of the current step, with data-aware groups of all replicas: one of two
-    `loss_sum_buffers`, the other one may still be in flight. `squared_lse` [2] are likewise the sums of squared
-    log-sum-exps for z-losses: of the model's logits, and of those of the stage's routers. Until `join` the stage
-    `is_local`: no other rank shares its layers.
-    `recompute_mode` is the plan's.
+    separately; `frozen` hold weights without gradients. `saved` is what F leaves for B, and `deferred` what B leaves
+    for W, by slice index; clearing `saved` discards the step so far. `loss_sums` [microbatches, rows], float64, are the
+    summed token losses of the current step (with data-aware groups, those of all replicas). They alternate between two
+    `loss_sum_buffers`, as those of the previous step may still be in flight. `squared_lse` [2] are likewise the sums of
+    squared log-sum-exps for z-losses: of the model's logits, and of the stage's routers. Until `join` the stage
+    `is_local`: no other rank shares its layers. `recompute_mode` is the plan's.
     """
 
     load_balancer: LoadBalancer | None = None
-    expert_load: ExpertLoad | None = None  # of the current step, where it is counted
+    expert_load: ExpertLoad | None = None  # of the current step, if it is counted
     casts: Casts | None = None  # of products in 8 bits
-    in_8_bits = True  # as far as the plan says so
+    in_8_bits = True  # where the plan says so
     bound: Any
 
     def __init__(
@@ -88,14 +87,15 @@ class BaseStage(ABC):
         self.squared_lse = self.squared_lse_buffers[0]
 
     def join(self, groups: LayerGroups) -> None:
-        """Shares the layers with these ranks from now on."""
+        """From now on, shares the layers with the ranks of these groups."""
         self.layer_context = self.layer_context._replace(**groups._asdict())
         self.is_local = groups.is_local
 
     def bind(self) -> None:
-        """Reads the current `param_buffers`: under ZeRO-3, weights may lie elsewhere in B than in F, or nowhere.
+        """Binds the layers to the current `param_buffers`: under ZeRO-3, weights may be elsewhere in B than in F, or
+        nowhere.
 
-        The buffers alternate between a few: the parameters in each are looked up once.
+        There are only a few different buffers, so the parameters in each are looked up once.
         """
         buffers = *(each.bound for each in self.param_buffers), *(each.weights for each in self.frozen)
         key = *buffers, self.in_8_bits
@@ -105,17 +105,17 @@ class BaseStage(ABC):
         self.weights_changed()
 
     def use_8_bits(self, used: bool) -> None:
-        """Whether products are in 8 bits from now on, as the plan says, or all in the compute dtype."""
+        """From now on, runs products in 8 bits where the plan says so (`used`), or all in the compute dtype."""
         self.in_8_bits = used
         self.bind()
 
     def weights_changed(self) -> None:
-        """Drops what was derived from the weights: a step begins, or they have come or gone."""
+        """Drops what was derived from the weights: a step begins, or weights have been gathered or freed."""
         if self.casts is not None:
             self.casts.weights_changed()
 
     def _params(self) -> Params:
-        """By name; empty where some weights are not gathered."""
+        """The parameters by name; empty if some weights are not gathered."""
         params: Params = {}
         for frozen in self.frozen:
             if frozen.weights is None:
@@ -132,15 +132,15 @@ class BaseStage(ABC):
 
     @abstractmethod
     def _bind(self, params: Params) -> Any:
-        """The parameters as layers use them; `params` is empty where there are no weights."""
+        """The parameters as layers use them; `params` is empty without weights."""
 
     def begin(self, step: int, microbatches: int, target_tokens: int) -> None:
-        """Starts a step of this many microbatches: its loss sums are zero. Each of the `target_tokens` of the global
-        batch weighs the same."""
+        """Starts a step of this many microbatches and zeroes its loss sums. Each of the `target_tokens` of the global
+        batch has the same weight."""
         self.microbatches = microbatches
         scale = 1.0 / target_tokens if target_tokens else 0.0
         batch = self.plan.batch
-        tokens = batch.with_microbatches(min(microbatches, batch.microbatches)).tokens  # longer steps have as many
+        tokens = batch.with_microbatches(min(microbatches, batch.microbatches)).tokens  # longer ones have as many
         self.loss_sums = self.loss_sum_buffers[step % 2].zero_()
         self.squared_lse = self.squared_lse_buffers[step % 2].zero_()
         self.layer_context = self.layer_context._replace(
@@ -159,7 +159,7 @@ class BaseStage(ABC):
 
     @property
     def constants(self) -> Hashable:
-        """What this step's instructions take from the host; None where that is never the same again."""
+        """The values that this step's instructions take from the host; None if no other step has the same."""
         if self.casts is not None and self.casts.samples is not None:
             return None
         known = self.casts is not None and self.casts.is_known
@@ -167,15 +167,15 @@ class BaseStage(ABC):
         return self.in_8_bits, known, sums, context.loss_scale, context.aux_loss_scale, context.count_load
 
     def begin_evaluation(self) -> None:
-        """Starts a round of an evaluation, while no step is open: its loss sums are zero."""
+        """Starts a round of an evaluation, while no step is open, and zeroes its loss sums."""
         self.microbatches = self.plan.batch.microbatches
         self.loss_sums.zero_()
         self.weights_changed()
 
     @contextmanager
     def replaying(self, step: int) -> Iterator[None]:
-        """Between two steps: meanwhile all replicas of the stage compute the same from the same inputs, in a microbatch
-        that no step counts. Overwrites gradients."""
+        """Between two steps: within the block, all replicas of the stage compute the same from the same inputs, in a
+        microbatch that counts for no step. Overwrites gradients."""
         self.begin(step, self.plan.batch.microbatches, self.plan.batch.tokens)
         if self.casts is not None:
             self.casts.samples = None
@@ -187,31 +187,31 @@ class BaseStage(ABC):
 
     @abstractmethod
     def evaluate(self, slice_index: int, inputs: StageInputs) -> Task[Activation | None]:
-        """F of an evaluation: result and loss sums of `forward`, but nothing is saved or counted."""
+        """F of an evaluation: returns and sums losses like `forward`, but saves and counts nothing."""
 
     @abstractmethod
     def recompute(self, slice_index: int) -> None:
-        """RECOMPUTE: rebuilds the activations that F did not save, with the same bits."""
+        """RECOMPUTE: rebuilds the activations that F did not save, bit for bit."""
 
     @abstractmethod
     def backward_input(self, slice_index: int, dy: Tensor | None) -> Task[Tensor | None]:
         """B: the gradient [T, H] of what F received, or None on the first stage; leaves the rest to W.
 
-        `dy` [T, H] is the gradient of what F returned, None on the last stage, where the loss of every target token
-        counts 1 / target tokens of the step.
+        `dy` [T, H] is the gradient of what F returned; None on the last stage, where the loss of every target token has
+        weight 1 / target tokens of the step.
         """
 
     def backward_weight(self, slice_index: int) -> None:
         """W: adds to the main gradients, in their precision. Called in microbatch order.
 
-        Runs for the layers that B has reached; the executor may call it between the layers of a B.
+        Covers the layers that B has reached: the executor may call it between the layers of a B.
         """
         for buffers in self.param_buffers:
             buffers.prepare_gradients(self.unwritten)
         accumulate_wgrads(self.deferred.pop(slice_index, []), self.unwritten)
 
     def complete_gradients(self) -> None:
-        """Called after the last W of a sum: what got no gradient has zeros."""
+        """Called after the last W of a sum: zeroes the gradients that no W has written."""
         for gradient in self.unwritten.take_all():
             gradient.zero_()
 
@@ -226,8 +226,8 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def activation_storages(tensors: Iterable[Tensor], excluded: set[int]) -> list[torch.UntypedStorage]:
-    """The distinct storages of activations, except those `excluded` by id: tensors of integers and statistics of a few
-    bytes a token do not count."""
+    """The distinct storages of activations, except those `excluded` by id. Integer tensors and statistics of a few
+    bytes a token are not included."""
     activations = (tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1)
     storages = {storage_id(tensor): tensor.untyped_storage() for tensor in activations}
     return [storage for key, storage in storages.items() if key not in excluded]

@@ -1,6 +1,6 @@
 """Biases of the router and the experts (gpt-oss). R rows sorted by expert, `local` experts on this rank.
 
-Every tp rank adds its share of the bias of the down projection, whose results are summed over the ranks.
+Every tp rank adds its share of the down projection's bias, as the results are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ExpertBiases(NamedTuple):
         out += (share * rows.weights)[:, None].to(out.dtype) * self.down.weight[_experts(rows)]
 
     def weights_backward(self, dout_rows: Tensor, rows: ExpertRows, share: float) -> Tensor:
-        """The part of the rows' weights [R] in the gradient, from that of their results [R, H]."""
+        """The biases' part of the gradient of the rows' weights [R], from the gradient of the rows' results [R, H]."""
         return share * (dout_rows.to(rows.weights.dtype) * self.down.weight[_experts(rows)]).sum(1)
 
     def wgrads(self, dgate_up: Tensor, dout: Tensor, rows: ExpertRows, share: float) -> list[Wgrad]:
@@ -52,6 +52,6 @@ class ExpertBiases(NamedTuple):
 
 
 def _experts(rows: ExpertRows) -> Tensor:
-    """[R] the local expert of each row; an arbitrary one for unused rows."""
+    """[R]: the local expert of each row; an arbitrary one for unused rows."""
     number = torch.arange(rows.weights.shape[0], dtype=rows.offsets.dtype, device=rows.offsets.device)
     return torch.searchsorted(rows.offsets, number, right=True).clamp(max=rows.offsets.shape[0] - 1)

@@ -1,7 +1,7 @@
 """A decoder layer with a hand-written backward: F, B and W are three calls without autograd between them.
 
-Two sublayers, attention and feed-forward, each added to the residual stream, with RMSNorms before or after it. T tokens
-of this rank's part of the stream, H hidden.
+Two sublayers, attention and feed-forward, are each added to the residual stream, with RMSNorms before or after them. T
+tokens of this rank's part of the stream, H hidden.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pentad.workers.parallel.row_split import FirstRows, RowSplit
 
 
 class ResidualSaved(NamedTuple):
-    """Activations that B needs and RECOMPUTE cannot rebuild cheaply."""
+    """Activations that B needs and RECOMPUTE cannot cheaply rebuild."""
 
     stream: Tensor  # [T, H], the residual stream before the sublayer
     rstd: Tensor | None  # [T], of the norm before it
-    amax: Tensor | None  # [1, 1], of what it wrote in 8 bits with a scale of the tensor that nobody else remembers
+    amax: Tensor | None  # [1, 1], of what the norm wrote in 8 bits with a tensor's scale that is kept nowhere else
     sublayer: Any
     post_norm: SavedNorm | None  # of rows [T, H]
 
     def rest(self, split: RowSplit | None) -> ResidualSaved:
-        """What is saved of the rest of its rows, for `read_again`."""
+        """The same for the rest of the rows only, for `read_again`."""
         if split is None:
             return self
         return self._replace(stream=split.rest(self.stream), rstd=None if self.rstd is None else split.rest(self.rstd))
@@ -53,12 +53,12 @@ class Residual(NamedTuple):
         self, context: LayerContext, branch: Tensor, stream: Tensor | None
     ) -> tuple[Operand, Tensor, Tensor | None, Tensor | None]:
         """(what the sublayer reads, residual stream, scale [T] of the norm, absolute maximum of what it cast) from the
-        terms of the residual stream.
+        two terms of the residual stream.
 
-        A norm adds them, since it reads both anyway, and casts where the sublayer needs nothing but 8 bits.
+        A norm adds the terms, since it reads both anyway, and casts if the sublayer needs only 8 bits.
         """
         if self.norm is None:
-            # W reads x, when the buffer of a stage's input may hold the next one.
+            # W still reads x when the buffer of a stage's input may already hold the next one.
             x = branch.clone() if stream is None else branch + stream
             return x, x, None, None
         casts, name = self._casts(context, branch)
@@ -71,8 +71,8 @@ class Residual(NamedTuple):
         return forms, *saved
 
     def _casts(self, context: LayerContext, stream: Tensor) -> tuple[Casts | None, str]:
-        """How the norm casts this rank's rows, and for the product with which parameter; not rows with scales of their
-        own, nor parts of tiles, which tp ranks gather first."""
+        """The casts for the norm to apply to this rank's rows, and the parameter whose product reads them. None for
+        rows with scales of their own, and for parts of tiles, which tp ranks gather first."""
         caster = self.sublayer.caster
         is_cut = context.tp.size > 1 and stream.shape[0] % TILE != 0
         if caster is None or caster.casts is None or is_cut or caster.casts.recipe.scaling == "row":
@@ -82,8 +82,8 @@ class Residual(NamedTuple):
     def forward(
         self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None
     ) -> Task[tuple[Tensor, Tensor, ResidualSaved, Any]]:
-        """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before and
-        after."""
+        """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before as
+        well as after."""
         x, stream, rstd, amax = self.read(context, branch, stream)
         branch, saved, recomputable = yield from self.sublayer.forward(context, sequence, x)
         post_norm = None
@@ -94,8 +94,8 @@ class Residual(NamedTuple):
     def read_again(
         self, context: LayerContext, saved: ResidualSaved, *, rows: bool = False, columns: bool = False
     ) -> Operand:
-        """What the sublayer read, from the residual stream, with the same bits: nobody saves the result of a norm. In 8
-        bits in the form that is asked for, rows of F or columns of W."""
+        """What the sublayer read, bit for bit, from the residual stream: nobody saves the result of a norm. In 8 bits,
+        it has the form that is asked for: rows for F or columns for W."""
         if self.norm is None or saved.rstd is None:
             return saved.stream
         casts, name = self._casts(context, saved.stream)
@@ -114,7 +114,7 @@ class Residual(NamedTuple):
             norm_work.append(work)
         again = None
         if self.norm is not None and self.sublayer.only_w_reads(context):
-            again = torch.empty_like(saved.stream)  # the norm's backward fills it
+            again = torch.empty_like(saved.stream)  # filled by the norm's backward
         x = self.read_again(context, saved, columns=True) if again is None else again
         dx, sublayer_work = yield from self.sublayer.backward(
             context, sequence, x, saved.sublayer, recomputable, dbranch
@@ -132,16 +132,16 @@ class LayerSaved(NamedTuple):
 
 
 class KeptStream(NamedTuple):
-    """The first rows of the residual stream between the sublayers, and of what norms beside it save."""
+    """The first rows of the residual stream between the sublayers, and of what the norms next to it save."""
 
     stream: Tensor
     rstd: Tensor | None
-    post_norm: SavedNorm | None  # after attention
+    post_norm: SavedNorm | None  # of the norm after attention
 
     def joined(
         self, stream: Tensor, rstd: Tensor | None, post_norm: SavedNorm | None, split: RowSplit
     ) -> tuple[Tensor, Tensor | None, SavedNorm | None]:
-        """All rows of each, of which these are the rest."""
+        """All rows of each, given the rest of them."""
         return (
             split.join(self.stream, stream),
             None if self.rstd is None or rstd is None else split.join(self.rstd, rstd),
@@ -150,7 +150,7 @@ class KeptStream(NamedTuple):
 
 
 class KeptNetwork(NamedTuple):
-    """What is kept of a feed-forward network where its input is recomputed, all of it or the rest of its rows."""
+    """What is kept of a feed-forward network if its input is recomputed, for all rows or for the rest of them."""
 
     sublayer: Any
     post_norm: SavedNorm | None
@@ -158,11 +158,11 @@ class KeptNetwork(NamedTuple):
 
 
 class LayerKept(NamedTuple):
-    """What F keeps for `rebuild`: always the input of the layer, and of the feed-forward what other ranks sent."""
+    """What F keeps for `rebuild`: at least the input of the layer and, for the feed-forward, what other ranks sent."""
 
-    attention: ResidualSaved  # of its sublayer what that keeps
+    attention: ResidualSaved  # with what its sublayer keeps
     mlp: ResidualSaved | KeptNetwork
-    recomputable: Any  # of the feed-forward, FirstRows or None where it is recomputed
+    recomputable: Any  # of the feed-forward; FirstRows or None if it is recomputed
 
 
 class Layer(NamedTuple):
@@ -179,8 +179,8 @@ class Layer(NamedTuple):
         expert_casts: Casts | None = None,
         shared_casts: Casts | None = None,
     ) -> Layer:
-        """Layer `number` of a model, with its part of the parameters; its products are in 8 bits with `casts`, those of
-        experts with `expert_casts`, and those of the shared expert with `shared_casts`."""
+        """Layer `number` of a model with its parameters. Its products are in 8 bits with `casts`, those of experts with
+        `expert_casts`, and those of the shared expert with `shared_casts`."""
         prefix = f"layers.{number}"
 
         def residual(name: str, sublayer: Sublayer) -> Residual:
@@ -204,7 +204,7 @@ class Layer(NamedTuple):
     def forward(
         self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None
     ) -> Task[tuple[Tensor, Tensor, LayerSaved, Any]]:
-        """(branch, stream, saved, recomputable), as of `Residual.forward`; attention has nothing recomputable."""
+        """(branch, stream, saved, recomputable), as in `Residual.forward`; nothing of attention is recomputable."""
         branch, stream, attention, _ = yield from self.attention.forward(context, sequence, branch, stream)
         branch, stream, mlp, recomputable = yield from self.mlp.forward(context, sequence, branch, stream)
         return branch, stream, LayerSaved(attention, mlp), recomputable
@@ -212,8 +212,8 @@ class Layer(NamedTuple):
     def keep(
         self, saved: LayerSaved, recomputable: Any, recomputed: Collection[str], split: RowSplit | None = None
     ) -> LayerKept:
-        """What is left without these parts of the layer (schedules/passes/recompute.py); with `split` the first rows of
-        those that work on rows are left as well."""
+        """What is kept if these parts of the layer are recomputed (schedules/passes/recompute.py); with `split`, also
+        the first rows of those that work on rows."""
         sublayer: Any = self.attention.sublayer
         attention = saved.attention._replace(sublayer=sublayer.keep(saved.attention.sublayer, recomputed, split))
         mlp: ResidualSaved | KeptNetwork = saved.mlp
@@ -233,7 +233,7 @@ class Layer(NamedTuple):
     def rebuild(
         self, context: LayerContext, sequence: SequenceContext, kept: LayerKept, split: RowSplit | None = None
     ) -> Task[tuple[LayerSaved, Any]]:
-        """RECOMPUTE: (saved, recomputable) of the forward, by its kernels and with its bits."""
+        """RECOMPUTE: (saved, recomputable) of the forward, bit for bit, with the same kernels."""
         sublayer: Any = self.attention.sublayer
         attention, mlp, recomputable = kept
 
@@ -242,7 +242,7 @@ class Layer(NamedTuple):
 
         whole = yield from sublayer.rebuild(context, sequence, read, attention.sublayer, split)
         attention = attention._replace(sublayer=whole)
-        x = None  # the input of the network, or the rest of its rows, once it is made
+        x = None  # the input of the network, or the rest of its rows, once computed
         if isinstance(mlp, KeptNetwork):
             branch = yield from sublayer.project(context, whole.out if split is None else split.rest(whole.out))
             post_norm = None
@@ -279,7 +279,7 @@ class Layer(NamedTuple):
 
 
 def _first_rows(saved: LayerSaved, split: RowSplit) -> KeptStream:
-    """The first rows of what attention's projection makes."""
+    """The first rows of what attention's projection produces."""
     stream, rstd, post_norm = saved.mlp.stream, saved.mlp.rstd, saved.attention.post_norm
     return KeptStream(
         split.first(stream),

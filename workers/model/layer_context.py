@@ -24,20 +24,20 @@ from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 
 class LayerContext(NamedTuple):
-    """The same for all layers and microbatches of a stage."""
+    """Common to all layers and microbatches of a stage."""
 
     model: ModelSpec
     deterministic: bool
-    loss_scale: float  # of each target token's loss: 1 / target tokens of the step
-    aux_loss_scale: float  # of each token's part of the balancing losses: 1 / tokens of a step
+    loss_scale: float  # the weight of each target token's loss: 1 / target tokens of the step
+    aux_loss_scale: float  # the weight of each token in the balancing losses: 1 / tokens of a step
     tp: TensorParallelGroup = TensorParallelGroup()
     cp: ContextParallelGroup = ContextParallelGroup()
     ep: ExpertParallelGroup = ExpertParallelGroup()
-    pool: dist.ProcessGroup | None = None  # of data-aware groups
+    pool: dist.ProcessGroup | None = None  # for data-aware groups
     lora_scale: float = 0.0  # alpha / rank
-    router_squared_lse: Tensor | None = None  # a float64 scalar: what routers add to in F, for their z-loss
-    first_pass: bool = True  # False while RECOMPUTE runs a forward again, whose tokens are in all sums already
-    logit_rows: int = 0  # of a chunk of logits; 0: F keeps them all
+    router_squared_lse: Tensor | None = None  # a float64 scalar that routers add to in F, for their z-loss
+    first_pass: bool = True  # False when RECOMPUTE repeats a forward, whose tokens all sums already include
+    logit_rows: int = 0  # rows of a chunk of logits; 0: F keeps all logits
     count_load: bool = False  # whether routers count the visits to each expert in this step
 
     @property
@@ -46,8 +46,8 @@ class LayerContext(NamedTuple):
 
 
 class RotaryTable(NamedTuple):
-    """Angles of the `length` = S positions that a rank holds of a sequence slice, which begins at position `start` of
-    its part: [S, D / 2], or [T, D / 2] where sequences have positions of their own."""
+    """The angles of the `length` = S positions that a rank holds of a sequence slice, which begins at position `start`
+    of the rank's part: [S, D / 2], or [T, D / 2] if sequences have positions of their own."""
 
     start: int
     length: int
@@ -55,7 +55,7 @@ class RotaryTable(NamedTuple):
     sin: Tensor
 
     def rest(self, split: RowSplit, tokens: int) -> RotaryTable:
-        """The angles of the rest of this many tokens of all sequences, one row for each."""
+        """The angles of the rest of the rows, one for each, of `tokens` tokens of all sequences."""
         repeats = tokens // len(self.cos)
         return RotaryTable(
             self.start, self.length, *(split.rest(each.repeat(repeats, 1)) for each in (self.cos, self.sin))
@@ -63,35 +63,35 @@ class RotaryTable(NamedTuple):
 
 
 class SequenceContext(NamedTuple):
-    """The positions of one forward or backward in its sequences, for one layer, and the ranks that share these."""
+    """For one layer: the positions of a forward or backward in its sequences, and the ranks that share these."""
 
     cp: ContextParallelGroup
     rotary: RotaryTable
     kv_cache: SlicedKVCache
-    window: int = 0  # tokens that a token attends to, itself included; 0: all before it
+    window: int = 0  # tokens that a token attends to, including itself; 0: all before it
     documents: DocumentMask | None = None  # of packed sequences
-    expert_tokens: tuple[int, ...] = ()  # of each rank of the ep group; empty: all have as many
-    counted: Tensor | None = None  # [T] bool, for losses of routers and loads of experts; None: all tokens are
+    expert_tokens: tuple[int, ...] = ()  # of each rank of the ep group; empty: equally many
+    counted: Tensor | None = None  # [T] bool: tokens that router losses and expert loads count; None: all
 
 
 class Sublayer(Protocol):
     """Half of a layer, between a norm and the addition to the residual stream, with its parameters.
 
-    Besides the input x, B needs two kinds of activations, saved ones and `recomputable` ones: of a feed-forward network
-    its gate and up products, which it makes again of the others, with the same bits. Forward and backward are tasks,
-    which yield while they wait for other ranks.
+    Besides the input x, B needs two kinds of activations: saved ones, and `recomputable` ones, which can be rebuilt
+    from the others bit for bit, such as the gate and up products of a feed-forward network. Forward and backward are
+    tasks that yield while they wait for other ranks.
     """
 
     @property
     def caster(self) -> Linear | None:
-        """The product that needs the normed stream in 8 bits alone, so that the norm may cast it; None: the sublayer
+        """The product that alone reads the normed stream, in 8 bits, so that the norm may cast it; None if the sublayer
         reads it in the compute dtype."""
 
     def only_w_reads(self, context: LayerContext) -> bool:
-        """Whether `backward` passes x on to W unread, so that x may be filled when it has returned."""
+        """Whether `backward` passes x on to W unread, so that x may be filled after it has returned."""
 
     def forward(self, context: LayerContext, sequence: SequenceContext, x: Any) -> Task[tuple[Tensor, Any, Any]]:
-        """(result, saved, recomputable) of the normed stream x; result and x are [T / tp, H]."""
+        """(result, saved, recomputable) from the normed stream x; result and x are [T / tp, H]."""
 
     def backward(
         self, context: LayerContext, sequence: SequenceContext, x: Any, saved: Any, recomputable: Any, dy: Tensor
@@ -100,7 +100,7 @@ class Sublayer(Protocol):
 
 
 def local_positions(plan: Plan, rank: int) -> Tensor:
-    """The positions of every sequence that a rank holds, [S / cp] int64, in its order."""
+    """The positions [S / cp], int64, that a rank holds of every sequence, in its order."""
     cp_rank, length = plan.mesh.coordinates(rank).cp, plan.batch.sequence_length
     return torch.from_numpy(positions(length, plan.mesh.cp, cp_rank, CP_LAYOUTS[plan.cp_method]))
 
@@ -108,7 +108,7 @@ def local_positions(plan: Plan, rank: int) -> Tensor:
 def rotary_tables(
     plan: Plan, rank: int, kind: LayerKind, device: torch.device, dtype: torch.dtype
 ) -> list[RotaryTable]:
-    """One table for each sequence slice of a rank, for layers of a kind."""
+    """One table for each of a rank's sequence slices, for layers of a kind."""
     tables = full_tables(plan, kind, device, dtype)
     local = local_positions(plan, rank).to(device)
     cos, sin = (table[local] for table in tables)

@@ -1,7 +1,7 @@
-"""The ends of a model, their vocabulary split over the tp ranks: the embedding, and the output head with its loss.
+"""The two ends of a model, their vocabulary split over the tp ranks: the embedding, and the output head with its loss.
 
 Logits are never gathered: the ranks exchange two numbers a token (Megatron-LM, arXiv 1909.08053, section 3). In chunks
-of rows they are never kept either: F makes the gradient of the head's input at once, and W makes the logits again.
+of rows they are not kept either: F computes the gradient of the head's input at once, and W recomputes the logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 
 class LossSaved(NamedTuple):
-    """What B needs of the head and the loss: of the logits themselves, or in chunks the gradient of `normed`."""
+    """What B needs of the head and the loss: the logits or, with chunks, the gradient of `normed`."""
 
     normed: Tensor  # [T / tp, H]
     lse: Tensor  # [T]
@@ -59,13 +59,13 @@ def head_loss(
 ) -> tuple[LossSaved, Tensor]:
     """(what B needs, losses [T], the same on every rank); `head` [V / tp, H] is this rank's part of the vocabulary.
 
-    Logits are kept, or go in chunks of so many `rows`; then B needs what this makes only if it `has_backward`. A target
-    of -100 has no loss.
+    Logits are kept, or processed in chunks of `rows`, which prepare a backward only if `has_backward`. A target of -100
+    has no loss.
     """
     tp = axes.tp
     if tp.size > 1:
         first = tp.rank * head.weight.shape[0]
-        # -1 is outside of every rank's vocabulary, and -100 stays as it is.
+        # -1 is outside every rank's vocabulary; -100 stays as it is.
         targets = torch.where(targets < 0, targets, (targets - first).masked_fill(targets < first, -1))
     if not rows:
         logits = head.forward_gathered(axes, normed).wait()
@@ -77,8 +77,8 @@ def head_loss(
 def _loss_of_chunks(
     head: Linear, normed: Tensor, targets: Tensor, axes: Axes, loss: TokenLoss, rows: int, *, has_backward: bool
 ) -> tuple[LossSaved, Tensor]:
-    """A chunk has as many rows of each rank: its own are multiplied while the others arrive, and what a chunk adds to
-    the gradient is reduced while the next one is computed."""
+    """A chunk has equally many rows of each rank. A rank's own are multiplied while the others arrive, and a chunk's
+    part of the gradient is reduced while the next chunk is computed."""
     assert head.casts is None, "logits of a head in 8 bits are kept"
     size, by_rank = max(1, rows // axes.tp.size), targets.view(axes.tp.size, -1)
     parts, in_flight = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, AsyncResult[Tensor]]]()
@@ -97,34 +97,34 @@ def _loss_of_chunks(
         if dnormed is not None:
             cross_entropy_backward_(logits, of_chunk, parts[-1][1], *loss)
             in_flight.append((dnormed[at], head.input_grad_scattered(axes, logits)))
-        del logits  # free for the next
+        del logits  # free them for the next chunk
     take()
     losses, lse = (torch.cat([part.view(len(by_rank), -1) for part in each], 1) for each in zip(*parts, strict=True))
     return LossSaved(normed, lse.flatten(), targets, dnormed=dnormed), losses.flatten()
 
 
 def squared_lse(saved: LossSaved) -> Tensor:
-    """[T]: the squares that the z-loss is the mean of; 0 for a target of -100."""
+    """[T]: the squares whose mean is the z-loss; 0 for a target of -100."""
     return torch.where(saved.targets == -100, 0.0, saved.lse.square())
 
 
 def head_loss_backward(
     head: Linear, saved: LossSaved, axes: Axes, loss: TokenLoss, rows: int = 0
 ) -> tuple[Tensor, LinearWgrad | HeadWgrad]:
-    """(gradient [T / tp, H] of the normed stream, work for W). Kept logits become their gradient in place."""
+    """(gradient [T / tp, H] of the normed stream, work for W). Kept logits are overwritten by their gradient."""
     if saved.logits is None:
         assert saved.dnormed is not None
         normed = axes.tp.all_gather(saved.normed).wait()
         return saved.dnormed, HeadWgrad(head.gradient, head.weight, normed, saved.targets, saved.lse, loss, rows)
     cross_entropy_backward_(saved.logits, saved.targets, saved.lse, *loss)
     dlogits = head.output_grad(axes, saved.logits)
-    gathered = axes.tp.all_gather(saved.normed)  # beside the product
+    gathered = axes.tp.all_gather(saved.normed)  # overlaps with the product
     normed, dnormed = gather2(gathered, head.input_grad_scattered(axes, dlogits)).wait()
     return dnormed, head.wgrad(dlogits, head.input(axes, normed, columns=True))
 
 
 def _local_rows(weight: Tensor, tokens: Tensor, tp: TensorParallelGroup) -> tuple[Tensor, Tensor]:
-    """(rows of this rank's part of the vocabulary, which tokens belong to other ranks), both [T]."""
+    """(rows in this rank's part of the vocabulary, whether a token belongs to another rank), both [T]."""
     rows = tokens - tp.rank * weight.shape[0]
     is_remote = (rows < 0) | (rows >= weight.shape[0])
     return rows.masked_fill(is_remote, 0), is_remote

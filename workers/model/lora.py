@@ -1,8 +1,8 @@
 """Adapters beside frozen matrices (LoRA, arXiv 2106.09685) under tensor parallelism with sequence parallelism.
 
-Ranks exchange only rows as long as the adapters' rank r: what is narrow is gathered or reduced, never another residual
-stream. B computes the narrow product of F again, so nothing is saved. T tokens, T / tp of them in this rank's part of
-the residual stream; K inputs and N outputs of this rank.
+Ranks exchange only rows as long as the adapters' rank r: only narrow products are gathered or reduced, never another
+residual stream. B recomputes the narrow product of F, so nothing is saved. T tokens, T / tp of them in this rank's part
+of the residual stream; K inputs and N outputs of this rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Adapter(NamedTuple):
 
     @classmethod
     def bind_all(cls, params: Params, prefix: str, widths: Mapping[str, int]) -> tuple[Adapter, ...]:
-        """The adapters of modules whose outputs, this many of each, lie side by side in one product."""
+        """The adapters of modules whose outputs, with these `widths`, lie side by side in one product."""
         found, end = list[Adapter](), 0
         for name, width in widths.items():
             start, end, at = end, end + width, f"{prefix}.{name}"
@@ -41,13 +41,13 @@ class Adapter(NamedTuple):
 
 
 class ColumnAdapters(NamedTuple):
-    """Adapters of modules with a common input, whose outputs tp splits: B is split, A replicated."""
+    """Adapters of modules with a common input, whose outputs are split by tp: B is split, A replicated."""
 
     adapters: tuple[Adapter, ...] = ()
 
     @classmethod
     def bind(cls, params: Params, prefix: str, widths: Mapping[str, int], fused: str) -> ColumnAdapters:
-        """The adapters of modules with these widths, or that of the `fused` module which has all their outputs."""
+        """The adapters of modules with these widths, or that of the `fused` module that has all their outputs."""
         of_all = Adapter.bind_all(params, prefix, {fused: sum(widths.values())})
         return cls(of_all or Adapter.bind_all(params, prefix, widths))
 
@@ -84,7 +84,7 @@ class ColumnAdapters(NamedTuple):
 
 
 class RowAdapter(NamedTuple):
-    """The adapter of a module whose inputs tp splits: A is split, B replicated. None: the module has no adapter."""
+    """The adapter, if any, of a module whose inputs are split by tp: A is split, B replicated."""
 
     adapter: Adapter | None = None
 
@@ -101,13 +101,13 @@ class RowAdapter(NamedTuple):
         out.addmm_(narrow, self.adapter.b.weight.t(), alpha=context.lora_scale)
 
     def narrow_grad(self, context: LayerContext, dout: Tensor) -> Task[Tensor | None]:
-        """The gradient [T, r] of x A^T, from that of the local rows [T / tp, N] of the product."""
+        """The gradient [T, r] of x A^T, from that of the product's local rows [T / tp, N]."""
         if self.adapter is None:
             return None
         return (yield from context.tp.all_gather(torch.mm(dout, self.adapter.b.weight).mul_(context.lora_scale)))
 
     def input_grad_(self, dnarrow: Tensor | None, dx: Tensor) -> None:
-        """Adds to the gradient [T, K] of x."""
+        """Adds the adapter's part to the gradient [T, K] of x."""
         if self.adapter is not None and dnarrow is not None:
             dx.addmm_(dnarrow, self.adapter.a.weight)
 
@@ -123,8 +123,7 @@ class RowAdapter(NamedTuple):
 
 
 class LocalAdapter(NamedTuple):
-    """The adapter of a module that every tp rank applies to its own tokens: A and B are replicated. None: it has no
-    adapter."""
+    """The adapter, if any, of a module that every tp rank applies to its own tokens: A and B are replicated."""
 
     adapter: Adapter | None = None
 
@@ -150,11 +149,11 @@ class LocalAdapter(NamedTuple):
 
 
 class ExpertAdapter(NamedTuple):
-    """The adapter of the matrices of experts; every expert has an A and a B of its own.
+    """The adapter of the experts' matrices; every expert has its own A and B.
 
-    tp splits B where it splits the outputs of the matrices, and A where it splits their inputs: either way the sum over
-    the ranks of what they add is right, and so are the sums of the gradients of what is replicated. R rows, sorted by
-    expert, which end at `offsets`.
+    tp splits B if it splits the outputs of the matrices, and A if it splits their inputs: either way, summing over the
+    ranks gives the right outputs, and the right gradients of the replicated factor. R rows, sorted by expert; each
+    expert's rows end at its entry of `offsets`.
     """
 
     a: Param  # [local, r, K]
@@ -162,7 +161,7 @@ class ExpertAdapter(NamedTuple):
 
     @classmethod
     def bind(cls, params: Params, name: str) -> ExpertAdapter | None:
-        """None: these matrices have no adapters."""
+        """None if these matrices have no adapters."""
         if f"{name}.lora_A" not in params:
             return None
         return cls(params[f"{name}.lora_A"], params[f"{name}.lora_B"])
@@ -187,7 +186,7 @@ class ExpertAdapter(NamedTuple):
         dout_rows: Tensor | None,
         x_rows: Tensor | None,
     ) -> list[Wgrad]:
-        """The work for W; indices as in GroupedWgrad."""
+        """The work for W; row indices as in GroupedWgrad."""
         rows = x if x_rows is None else gather_rows(x, x_rows, offsets)
         narrow = self._narrow(rows, offsets).mul_(context.lora_scale)
         return [

@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the attention sublayer whose keys and
-values are projected from one low-rank latent vector a token.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): an attention sublayer whose keys and values
+are projected from one low-rank latent vector per token.
 
-Latents are computed from this rank's tokens and gathered, which moves less than gathering the stream. T tokens, t of
-them this rank's; R and Q the ranks of the key-value and query latents; N heads of this rank; P and O the query widths
-without and with rotary position, E the value width.
+Latents are computed from this rank's tokens and then gathered, which moves less than gathering the stream. T tokens, t
+of them this rank's; R and Q the ranks of the key-value and query latents; N heads of this rank; P and O the query
+widths without and with rotary position, E the value width.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MLA(NamedTuple):
 
     @classmethod
     def bind(cls, params: Params, prefix: str, model: ModelSpec, casts: Casts | None = None) -> MLA:
-        """With `casts` the products of heads are in 8 bits, those that make latents are not."""
+        """With `casts`, the products of heads are in 8 bits, but not those that compute latents."""
         at, query_latent = f"{prefix}.attention", None
         if f"{at}.query_down" in params:
             down, norm = params[f"{at}.query_down"], Norm.bind(params, f"{at}.query_norm", model)
@@ -80,7 +80,7 @@ class MLA(NamedTuple):
 
     @property
     def caster(self) -> None:
-        """The products that make latents read the stream in the compute dtype."""
+        """None: the products that compute latents read the stream in the compute dtype."""
 
     def only_w_reads(self, context: LayerContext) -> bool:
         return False
@@ -94,7 +94,7 @@ class MLA(NamedTuple):
     def _attend(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor, kept: KeptAttention | None = None
     ) -> Task[MLASaved]:
-        """All but the product with the output weight. What was `kept` of attention is not computed again."""
+        """Everything but the output projection. What was `kept` of attention is not recomputed."""
         (q, k, v), latents = yield from self._queries_keys_values(context, sequence, x)
         out, saved = yield from attend(context, sequence, q, k, v, kept=kept)
         return MLASaved(saved, out, *latents)
@@ -102,7 +102,7 @@ class MLA(NamedTuple):
     def _queries_keys_values(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
     ) -> Task[tuple[tuple[Tensor, ...], tuple[SavedLatent | None, SavedLatent]]]:
-        """(twice [T, N, P + O] and [T, N, E], the latents of queries and of keys and values)."""
+        """((queries and keys [T, N, P + O], values [T, N, E]), (query latent, key-value latent))."""
         shape, axes, tp, rotary = _shape(context), context.axes, context.tp, sequence.rotary
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
         q_latent = None
@@ -129,14 +129,15 @@ class MLA(NamedTuple):
         return (q, k, kv[:, :, nope:]), (q_latent, kv_latent)
 
     def project(self, context: LayerContext, out: Tensor) -> Task[Tensor]:
-        """The result [T / tp, H] of the heads' output."""
+        """The result [T / tp, H] from the output of the heads."""
         axes = context.axes
         y = yield from self.out.forward_scattered(axes, self.out.input(axes, out, rows=True))
         yield from self.out_adapter.add_(context, out, y)
         return y
 
     def keep(self, saved: MLASaved, recomputed: Collection[str], split: RowSplit | None = None) -> Kept[MLASaved]:
-        """What is kept without these parts: latents and what is made of them are recomputed for all rows."""
+        """What is kept if these parts are recomputed: latents and what follows from them are recomputed for all
+        rows."""
         drops_inputs, drops_result = (name in recomputed for name in ("mla_up_proj", "core_attn"))
         latents = saved.q_latent, saved.kv_latent
         return kept_of(saved, latents, drops_inputs=drops_inputs, drops_result=drops_result)
@@ -149,7 +150,7 @@ class MLA(NamedTuple):
         kept: Kept[MLASaved],
         split: RowSplit | None = None,
     ) -> Task[MLASaved]:
-        """What `keep` left out, by the kernels of the forward; `x` makes its input."""
+        """Recomputes what `keep` left out, with the kernels of the forward; `x` returns the sublayer's input."""
         if isinstance(kept, MLASaved):
             return kept
         if isinstance(kept, KeptProjections):
@@ -183,7 +184,7 @@ class MLA(NamedTuple):
         drotary_key = dk[:, :, nope:].sum(1)  # all heads share it
         dkv = self.keys_values.output_grad(axes, torch.cat((dk[:, :, :nope], dv), dim=2).flatten(1))
         own_q_input = x if saved.q_latent is None else saved.q_latent.normed
-        rows = tp.all_gather if self.latent.gradient is not None else ready  # only W needs all of them
+        rows = tp.all_gather if self.latent.gradient is not None else ready  # only W needs all rows
         latent_gather, q_gather = rows(latent.normed), rows(own_q_input)
         dinput = self.keys_values.input_grad(axes, dkv)
         dlatent_scatter = tp.reduce_scatter(torch.cat((dinput, drotary_key), dim=1))
@@ -210,7 +211,7 @@ class MLA(NamedTuple):
     def _query_latent_backward(
         self, context: LayerContext, x: Tensor, saved: SavedLatent | None, dq_input: Tensor
     ) -> tuple[Tensor, list[Wgrad]]:
-        """(gradient of x by way of the queries, work for W) from that of the input of the query projection."""
+        """(gradient of x through the queries, work for W) from the gradient of the query projection's input."""
         if self.query_latent is None or saved is None:
             return dq_input, []
         down, norm, adapter = self.query_latent

@@ -17,8 +17,8 @@ from pentad.workers.parallel.async_ops import Task, gather2, ready, run_to_compl
 
 
 class MLP(NamedTuple):
-    """I is this rank's part of the intermediate size. What is recomputable is gate_up [T, 2I], the largest activation
-    of a dense layer."""
+    """I is this rank's part of the intermediate size. gate_up [T, 2I], the largest activation of a dense layer, is
+    recomputable."""
 
     gate_up: Linear  # [2I, H]
     down: Linear  # [H, I]
@@ -68,7 +68,7 @@ class MLP(NamedTuple):
         del dy
         self.down_adapter.input_grad_(dnarrow, dgated)
         dgate_up, gated = self.down.glu_backward(axes, dgated, gate_up, self.act, self.gate_up.name)
-        del dgated  # free before the products
+        del dgated  # free it before the products
         adapters = yield from self.down_adapter.wgrads(context, gated, local_dy, dnarrow)
         rows = gather(axes, x) if self.gate_up.gradient is not None else ready(x)  # only W needs all rows
         x, dx = yield from gather2(rows, self.gate_up.input_grad_scattered(axes, dgate_up))

@@ -1,9 +1,9 @@
 """The mixture-of-experts sublayer: route, dispatch, compute, combine, and the mirror image in the backward.
 
-Experts are distributed over the ep ranks, and their intermediate sizes, like that of the shared expert, split over the
-tp ranks: those gather all tokens, route them identically, compute partial results and reduce-scatter the sums.
+Experts are distributed over the ep ranks, and their intermediate sizes, like the shared expert's, split over the tp
+ranks: these gather all tokens, route them identically, compute partial results and reduce-scatter the sums.
 
-T tokens of the tp group, H hidden, E experts, `local` of them on this rank, I the intermediate size here, K experts a
+T tokens of the tp group, H hidden, E experts, `local` of them on this rank, I the intermediate size here, K experts per
 token. T' tokens received from the ranks of the ep group make R rows: one for each local expert of each token.
 """
 
@@ -53,12 +53,12 @@ class MoESaved(NamedTuple):
     routing: Routing
     dispatcher: Dispatcher
     rows: ExpertRows
-    received: RowOperand | None  # [T', H], None where tokens stay on this rank
+    received: RowOperand | None  # [T', H], None if tokens stay on this rank
     load: Tensor | None  # [E], visits of the full microbatch, for the load-balancing loss
 
 
 class MoERecomputable(NamedTuple):
-    """Activations that need no communication with other experts' ranks to rebuild."""
+    """Activations that can be rebuilt without communication with the ranks of other experts."""
 
     gate_up: Tensor  # [R, 2I]
     shared_gate_up: Tensor | None  # [T, 2Is]
@@ -73,8 +73,8 @@ class MoE(NamedTuple):
     shared: MLP | None  # of intermediate size Is
     act: Activation
     biases: ExpertBiases | None
-    bias: Tensor | None = None  # [E], added to the scores for the choice of experts
-    load: Tensor | None = None  # [E] int64, the visits in a step that counts them
+    bias: Tensor | None = None  # [E], added to the scores when experts are chosen
+    load: Tensor | None = None  # [E] int64, the visits in steps that count them
     gate_up_adapter: ExpertAdapter | None = None
     down_adapter: ExpertAdapter | None = None
 
@@ -87,7 +87,7 @@ class MoE(NamedTuple):
         casts: Casts | None = None,
         shared_casts: Casts | None = None,
     ) -> MoE:
-        """With `casts` the products of experts are in 8 bits, with `shared_casts` those of the shared expert."""
+        """With `casts`, the products of experts are in 8 bits; with `shared_casts`, those of the shared expert."""
         router = params[f"{prefix}.experts.router"]
         gate_up, down = (GroupedLinear.bind(params, f"{prefix}.experts.{name}", casts) for name in ("gate_up", "down"))
         shared = (
@@ -102,7 +102,7 @@ class MoE(NamedTuple):
 
     @property
     def caster(self) -> None:
-        """The router multiplies in the compute dtype."""
+        """None: the router multiplies in the compute dtype."""
 
     def only_w_reads(self, context: LayerContext) -> bool:
         return False
@@ -117,9 +117,9 @@ class MoE(NamedTuple):
         dispatcher = yield from make_dispatcher(routing.experts, local, context.ep, sequence.expert_tokens)
         in_flight = self._dispatch(full, routing, dispatcher, context.ep)
         shared_gate_up, is_sent = make_shared_gate_up(), not isinstance(dispatcher, LocalDispatcher)
-        shared = self._shared_down(context, shared_gate_up) if is_sent else None  # while tokens travel
+        shared = self._shared_down(context, shared_gate_up) if is_sent else None  # while tokens are in flight
         saved = yield from in_flight
-        del in_flight  # and the rows that were sent
+        del in_flight  # frees the rows that were sent, too
         partial, gate_up = self._compute_experts(context, full, saved)
         out = yield from dispatcher.combine(partial)
         if shared is not None:
@@ -170,7 +170,7 @@ class MoE(NamedTuple):
     def _dispatch(
         self, x: Tensor, routing: Routing, dispatcher: Dispatcher, ep: ExpertParallelGroup
     ) -> AsyncResult[MoESaved]:
-        """Sends tokens, their experts and weights to the ranks of the experts."""
+        """Sends tokens, with their experts and weights, to the ranks of the experts."""
         local = self.gate_up.weight.shape[0]
         if isinstance(dispatcher, LocalDispatcher):
             rows = sort_by_expert(routing.experts, routing.weights, 0, local)
@@ -208,7 +208,7 @@ class MoE(NamedTuple):
         dgate_up, gated, drow_weights = weighted_glu_backward(self.down.casts, dgated, gate_up, rows, self.act)
         if self.biases is not None:
             drow_weights = drow_weights + self.biases.weights_backward(plain(dout_rows), rows, share)
-        del dout_rows  # free before the next product
+        del dout_rows  # free them before the next product
         drows = self.gate_up.input_grad(dgate_up, rows.offsets)
         dweights = values_of_choices(drow_weights, rows.positions)
         work: list[Wgrad] = [
@@ -249,15 +249,15 @@ class MoE(NamedTuple):
         return operand(self.gate_up, x, "activation") if saved.received is None else saved.received
 
     def _gather(self, context: LayerContext, x: Tensor) -> AsyncResult[tuple[Tensor, Callable[[], Tensor | None]]]:
-        """(all tokens [T, H], what then makes the shared expert's gate_up [T, 2Is]); this rank's part of that is made
-        meanwhile."""
+        """(all tokens [T, H], a function that completes the shared expert's gate_up [T, 2Is]); this rank's part of
+        gate_up is computed while the tokens arrive."""
         if self.shared is None:
             return context.tp.all_gather(x).then(lambda full: (full, lambda: None))
         return self.shared.gate_up.gather_forward(context.axes, x).then(lambda both: (plain(both[0]), both[1]))
 
     def _gather_gradient(self, context: LayerContext, dy: Tensor) -> AsyncResult[tuple[Tensor, MakeDgated | None]]:
-        """As `_gather`, of the gradient: what makes it an operand of W and the gradient [T, Is] of the shared expert's
-        gated unit."""
+        """The same for the gradient: the function returns it as an operand of W, and the gradient [T, Is] of the shared
+        expert's gated unit."""
         if self.shared is None:
             return context.tp.all_gather(dy).then(lambda full: (full, None))
         return self.shared.down.gather_input_grad(context.axes, dy)
@@ -278,7 +278,7 @@ class MoE(NamedTuple):
 
 def _microbatch_load(context: LayerContext, sequence: SequenceContext, routing: Routing) -> AsyncResult[Tensor | None]:
     """The visits of a microbatch's tokens, summed over the ranks that share it: the cp ranks, or those of a data-aware
-    group; None where `routing.load` counts them all."""
+    group; None if `routing.load` includes them all."""
     cp = context.cp if sequence.counted is None else sequence.cp
     return cp.sum(routing.load) if _shape(context).aux_loss_coef and cp.size > 1 else ready(None)
 

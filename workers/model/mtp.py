@@ -25,7 +25,7 @@ from pentad.workers.parallel.async_ops import run_to_completion
 class MTPSaved(NamedTuple):
     """What B needs of F; norms have rows [t, H]."""
 
-    tokens: Tensor  # [T], whose embeddings are joined
+    tokens: Tensor  # [T], the tokens whose embeddings are joined
     embedding_norm: SavedNorm
     hidden_norm: SavedNorm
     joined: Tensor  # [t, 2H]
@@ -36,19 +36,19 @@ class MTPSaved(NamedTuple):
 
 
 class MTPLayer(NamedTuple):
-    """`embedding` and `head` are the model's; its products with the head are in the compute dtype."""
+    """`embedding` and `head` are the model's; products with the head are in the compute dtype."""
 
     hidden_norm: Norm  # [H]
     embedding_norm: Norm  # [H]
     norm: Norm  # [H]
-    join: Param  # [H, 2H], of the embedding and then the stream
+    join: Param  # [H, 2H], embedding before stream
     layer: Layer
     embedding: Param  # [V / tp, H]
     head: Linear  # [V / tp, H]
 
     @classmethod
     def bind(cls, params: Params, model: ModelSpec, index: int, embedding: str, head: str) -> MTPLayer:
-        """MTP layer `index`; the last two are the names of the embedding and the head on this stage."""
+        """MTP layer `index`; `embedding` and `head` are the names that these have on this stage."""
         at, names = f"mtp.{index}", ("hidden_norm", "embedding_norm", "norm")
         norms = {name: Norm.bind(params, f"{at}.{name}", model) for name in names}
         layer = Layer.bind(params, model, model.layers + index)
@@ -86,8 +86,8 @@ class MTPLayer(NamedTuple):
     def backward(
         self, context: LayerContext, sequence: SequenceContext, saved: MTPSaved, dnormed: Tensor | None
     ) -> tuple[Tensor, list[Wgrad]]:
-        """(gradient of `hidden` [t, H], work for W); `dnormed` [t, H] is what the next MTP layer contributes, if
-        any."""
+        """(gradient of `hidden` [t, H], work for W); `dnormed` [t, H] is the next MTP layer's contribution, if there is
+        one."""
         given = context.axes, _loss(context), context.logit_rows
         dhead, head_work = lm_head.head_loss_backward(self.head, saved.loss, *given)
         dhead = dhead if dnormed is None else dhead + dnormed
@@ -104,5 +104,5 @@ class MTPLayer(NamedTuple):
 
 
 def _loss(context: LayerContext) -> TokenLoss:
-    """The losses of all MTP layers together weigh `mtp_loss_weight`."""
+    """The losses of all MTP layers together have the weight `mtp_loss_weight`."""
     return TokenLoss(context.loss_scale * context.model.mtp_loss_weight / context.model.mtp_layers)

@@ -1,7 +1,7 @@
 """RMSNorm as part of a layer: what B needs of it, and what it leaves to W.
 
-Norms of queries and keys are of each head by itself (Qwen3), or of all heads as one vector (OLMo 2, arXiv 2501.00656),
-which the tp ranks split: they exchange means.
+Queries and keys are normed head by head (Qwen3), or over all heads as one vector (OLMo 2, arXiv 2501.00656); the tp
+ranks split that vector, and exchange means.
 
 T tokens, N query heads and M key-value heads of this rank, D head dim.
 """
@@ -29,11 +29,11 @@ class SavedNorm(NamedTuple):
     rstd: Tensor  # [rows]
 
     def first(self, split: RowSplit) -> SavedNorm:
-        """What is saved of the first rows."""
+        """The same for the first rows."""
         return SavedNorm(split.first(self.input), split.first(self.rstd))
 
     def joined(self, rest: SavedNorm, split: RowSplit) -> SavedNorm:
-        """What is saved of all rows, of which these are the first ones."""
+        """The same for all rows, given the `rest` of them."""
         return SavedNorm(split.join(self.input, rest.input), split.join(self.rstd, rest.rstd))
 
 
@@ -61,17 +61,17 @@ class Norm(NamedTuple):
     def backward(
         self, dy: Tensor, saved: SavedNorm, dresidual: Tensor | None = None, again: Tensor | None = None
     ) -> tuple[Tensor, AddWgrad]:
-        """(gradient [rows, D] of the input, plus `dresidual`, work for W) from the gradient of the normed rows, which
-        are written to `again` [rows, D]."""
+        """(gradient [rows, D] of the input, plus `dresidual`; work for W) from the gradient of the normed rows, which
+        are recomputed into `again` [rows, D] if given."""
         dx, dweight = rms_norm_backward(dy, saved.input, self.param.weight, saved.rstd, dresidual, self.offset, again)
         return dx, AddWgrad(self.param.gradient, dweight)
 
     def rotated_(self, x: Tensor, cos: Tensor, sin: Tensor) -> SavedNorm:
-        """Norms heads x [T, N, D], each by itself, and then rotates them, in place; what B needs."""
+        """Norms heads x [T, N, D], each separately, then rotates them, in place; returns what B needs."""
         return SavedNorm(*norm_and_rotate_(x, self.param.weight, self.eps, cos, sin, self.offset))
 
     def rotated_backward_(self, dx: Tensor, saved: SavedNorm, cos: Tensor, sin: Tensor) -> AddWgrad:
-        """The work for W; the gradient of what `rotated_` wrote becomes that of what it read."""
+        """The work for W; turns the gradient of what `rotated_` wrote into that of what it read, in place."""
         given = saved.input, self.param.weight, saved.rstd, cos, sin, self.offset
         return AddWgrad(self.param.gradient, norm_and_rotate_backward_(dx, *given))
 
@@ -81,7 +81,7 @@ class QKNormSaved(NamedTuple):
     key: SavedNorm  # of rows [T M, D], or [T, M D]
 
     def splits(self, split: RowSplit, tokens: int) -> tuple[RowSplit, RowSplit]:
-        """The split of both, of this many tokens."""
+        """The splits of query and key rows, for this many tokens."""
         query, key = (split.of_each(len(each.rstd) // tokens) for each in self)
         return query, key
 
@@ -97,7 +97,7 @@ class QKNorm(NamedTuple):
         return cls(query, key, model.qk_norm == "all_heads")
 
     def forward_(self, tp: TensorParallelGroup, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Task[QKNormSaved]:
-        """Norms queries [T, N, D] and keys [T, M, D] and then rotates them, in place."""
+        """Norms queries [T, N, D] and keys [T, M, D], then rotates them, in place."""
         norms = self.query, self.key
         if not self.of_all_heads:
             return QKNormSaved(*(norm.rotated_(x, cos, sin) for norm, x in zip(norms, (q, k), strict=True)))
@@ -113,8 +113,7 @@ class QKNorm(NamedTuple):
     def backward_(
         self, tp: TensorParallelGroup, dq: Tensor, dk: Tensor, saved: QKNormSaved, cos: Tensor, sin: Tensor
     ) -> Task[list[Wgrad]]:
-        """The work for W; the gradients of the heads that `forward_` made become those of the heads before, in
-        place."""
+        """The work for W; turns the gradients of the heads after `forward_` into those before it, in place."""
         norms = self.query, self.key
         if not self.of_all_heads:
             given = zip(norms, (dq, dk), saved, strict=True)
@@ -132,14 +131,14 @@ class QKNorm(NamedTuple):
 
 
 def _rows(heads: Tensor) -> Tensor:
-    """A copy [T, heads D], even of a single head, where `reshape` would return a view."""
+    """A copy [T, heads D], even for a single head, where `reshape` would return a view."""
     return heads.clone(memory_format=torch.contiguous_format).flatten(1)
 
 
 def _norm_split(
     tp: TensorParallelGroup, norms: tuple[Norm, Norm], rows: tuple[Tensor, Tensor]
 ) -> Task[list[tuple[Tensor, SavedNorm]]]:
-    """(normed rows, what B needs) of each norm; of each row [T, ...] the ranks hold equal parts."""
+    """(normed rows, what B needs) of each norm; the ranks hold equal parts of each row [T, ...]."""
     wide = [x.to(accumulation_dtype(x.dtype)) for x in rows]
     means = yield from _mean_over_ranks(tp, [x.square().mean(1) for x in wide])
     found = []
@@ -155,8 +154,8 @@ def _norm_split_backward(
 ) -> Task[list[tuple[Tensor, AddWgrad]]]:
     """(gradient of the input, work for W) of each norm.
 
-    Ranks that share a key-value head have parts of its gradient. The mean over the ranks counts every part once, and
-    each of them subtracts its share.
+    Ranks that share a key-value head hold partial sums of its gradient. The mean over the ranks counts each of them
+    once, and each rank subtracts its share.
     """
     inputs = []  # normed input, gradient of the normed input
     work = list[AddWgrad]()

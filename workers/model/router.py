@@ -36,14 +36,14 @@ def route(
 ) -> Routing:
     """Routes tokens x [T, H] by `router` [E, H].
 
-    `bias` [E] is added to the scores for the choice of experts, not for their weights (arXiv 2408.15664), `router_bias`
-    [E] to the logits.
+    `bias` [E] is added to the scores for choosing experts, but not for their weights (arXiv 2408.15664); `router_bias`
+    [E] is added to the logits.
     """
     logits = router_logits(x, router)
     if router_bias is not None:
         logits = logits + router_bias
     scores, experts, weights, load = choose_experts(logits, bias, gate_of(shape))
-    if counted is not None:  # padding visits experts as well
+    if counted is not None:  # padding visits experts, too
         padding = (~counted).to(load.dtype).repeat_interleave(shape.top_k)
         load = load.index_add(0, experts.flatten(), padding, alpha=-1)
     return Routing(scores, experts, weights, load, logits if shape.router_z_loss_coef else None, counted)
@@ -73,9 +73,9 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """(dlogits [T, E], the router's part of dx [T, H]), both in the router's dtype.
 
-    `dweights` [T, K] is the gradient of the weights; `dshares` [E], from `aux_loss_grad`, that of every token's
-    normalized scores; `z_scale` is that of every token's squared log-sum-exp. Linear in all three, so partial sums of
-    them give partial sums.
+    `dweights` [T, K] is the gradient of the weights; `dshares` [E], from `aux_loss_grad`, that of each token's
+    normalized scores; `z_scale` that of each token's squared log-sum-exp. Linear in all three, so partial sums of them
+    give partial sums of the results.
     """
     scores, experts, weights, _, logits, counted = routing
     gate = gate_of(shape)
@@ -86,13 +86,13 @@ def backward(
 
 
 def aux_loss_grad(routing: Routing, shape: Experts, scale: float, load: Tensor | None = None) -> Tensor:
-    """[E]: the gradient of (tokens x scale) times the load-balancing loss for a token's normalized scores.
+    """[E]: the gradient of (tokens x scale) times the load-balancing loss with respect to a token's normalized scores.
 
     It is the same for every token. The loss of a microbatch is aux_loss_coef E sum_e (share of visits of expert e)
-    (mean normalized score of e), which is aux_loss_coef at an even load (Switch Transformers, arXiv 2101.03961, section
-    2.2). With a scale of 1 / tokens of a step, a step's loss is the mean over its microbatches. `load` [E] counts the
-    visits of the full microbatch where these tokens are only a part of it. Counts have no gradient. Without a token
-    there is no loss.
+    (mean normalized score of e), which is aux_loss_coef for an even load (Switch Transformers, arXiv 2101.03961,
+    section 2.2). With a scale of 1 / tokens of a step, a step's loss is the mean over its microbatches. `load` [E]
+    counts the visits of the full microbatch if these tokens are only a part of it. Counts have no gradient. Without
+    tokens there is no loss.
     """
     counts = (routing.load if load is None else load).to(routing.scores.dtype)
     visits = counts / counts.sum().clamp(min=1)

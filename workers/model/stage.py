@@ -1,4 +1,4 @@
-"""One pipeline stage: its layers, with the embedding at the start of the model, the head and the loss at its end."""
+"""One pipeline stage: its layers, plus the embedding at the start of the model, or the head and the loss at its end."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from pentad.workers.params.router_bias import ExpertLoad, LoadBalancer
 
 
 class SliceContext(NamedTuple):
-    """A slice of a microbatch: the ranks that share it, the mask of packed sequences by the window of a layer, its
-    positions by the kind of one, and with data-aware groups the tokens of the ranks of the ep group, and which of its
-    own are not padding."""
+    """What layers need to know of a slice of a microbatch: the ranks that share it, masks of packed sequences by a
+    layer's window, and angles by a layer's kind; with data-aware groups, the numbers of tokens of the ep group's ranks,
+    and which of its own tokens are not padding."""
 
     cp: ContextParallelGroup
     documents: dict[int, DocumentMask | None]
@@ -72,13 +72,13 @@ class StageSaved(NamedTuple):
 
     inputs: StageInputs
     layers: list[LayerSaved]
-    recomputable: list[Any]  # by layer too, of feed-forward networks
-    kept: list[LayerKept]  # by layer too, where parts of layers are recomputed
+    recomputable: list[Any]  # by layer, too, of feed-forward networks
+    kept: list[LayerKept]  # by layer, too, if parts of layers are recomputed
     head: HeadSaved | None  # last stage
 
 
 class BoundParams(NamedTuple):
-    """The parameters in their current buffers; all empty where there are none."""
+    """The parameters in their current buffers; all empty if they are not gathered."""
 
     by_name: Params
     layers: list[Layer]
@@ -88,7 +88,7 @@ class BoundParams(NamedTuple):
 
 
 class Stage(BaseStage):
-    """The slices of a sequence run in order forward and in reverse backward."""
+    """Runs the slices of a sequence in order forward and in reverse backward."""
 
     bound: BoundParams
 
@@ -101,7 +101,7 @@ class Stage(BaseStage):
         frozen: Sequence[WeightBuffer] = (),
         history: AmaxHistory | None = None,
     ) -> None:
-        """`history` is that of a rank's state; None: a new one, if the plan has any."""
+        """`history` is that of the rank's state; with None a new one is made if the plan has any."""
         super().__init__(plan, index, param_buffers, frozen)
         stage_of = plan.program.stage_of
         self.ends_stage = self.last or stage_of[index + 1] != stage_of[index]
@@ -156,7 +156,7 @@ class Stage(BaseStage):
         )
 
     def _casts_of(self, layer: int) -> tuple[Casts | None, Casts | None, Casts | None]:
-        """The casts of its products, of those of experts, and of the shared expert's."""
+        """The casts of a layer's own products, of its experts', and of its shared expert's."""
         fp8 = self.plan.fp8
         if fp8 is None or not self.in_8_bits or not fp8.covers(layer, self.model.layers):
             return None, None, None
@@ -185,11 +185,11 @@ class Stage(BaseStage):
             length = self.length if inputs.share is None else len(inputs.share.positions)
             self.kv_caches[microbatch] = [SlicedKVCache(length) for _ in self.layer_numbers]
         self.slice_contexts[slice_index] = self._slice_context(slice_number, inputs)
-        if isinstance(inputs.received, tuple) and recompute_mode == "full":  # one tensor to save
+        if isinstance(inputs.received, tuple) and recompute_mode == "full":  # so that only one tensor is saved
             inputs = inputs._replace(received=torch.add(*inputs.received))
         branch, stream, saved, losses = yield from self._run_layers(slice_index, inputs, recompute_mode, context)
         if losses is None:
-            if stream is None:  # the embedding by itself
+            if stream is None:  # only the embedding has run
                 return branch, saved
             return branch + stream if self.ends_stage else (branch, stream), saved
         if inputs.share is None:
@@ -228,7 +228,7 @@ class Stage(BaseStage):
         if slice_number == 0:
             del self.kv_caches[microbatch]
         for layer, sequence in reversed(layers):
-            # Popped and deleted: what W does not need is free before the next layer allocates.
+            # Popped and deleted, so that what W does not need is freed before the next layer allocates.
             activations = saved.layers.pop(), saved.recomputable.pop()
             dy, work = yield from layer.backward(self.layer_context, sequence, *activations, dy)
             del activations
@@ -243,15 +243,15 @@ class Stage(BaseStage):
         return None
 
     def _defer(self, slice_index: int, work: list[Wgrad]) -> Task[None]:
-        """Leaves work of a layer to W, except that of frozen weights. A local stage, which has nothing to wait for,
-        yields here, for W to follow."""
+        """Leaves a layer's work to W, except that for frozen weights. A local stage, which has nothing to wait for,
+        yields here, so that W can follow."""
         self.deferred.setdefault(slice_index, []).extend(each for each in work if each.gradient is not None)
         work.clear()  # the caller's list must not keep alive what W has used
         if self.is_local:
             yield
 
     def backward_weight(self, slice_index: int) -> None:
-        """Logits are made again with the weights as they lie now: ZeRO-3 may have moved them since B."""
+        """Recomputes logits with the weights at their current place: ZeRO-3 may have moved them since B."""
         work, head = self.deferred.get(slice_index, []), self.bound.head
         for index, each in enumerate(work):
             if isinstance(each, HeadWgrad) and head is not None:
@@ -259,7 +259,8 @@ class Stage(BaseStage):
         super().backward_weight(slice_index)
 
     def offloadable(self, slice_index: int) -> list[torch.UntypedStorage]:
-        """Without what another stage sent, which may be the transport's, and the keys and values that slices share."""
+        """Excludes what another stage sent, which may belong to the transport, and keys and values that slices
+        share."""
         saved = self.saved[slice_index]
         shared = [x for cache in self.kv_caches[slice_index // self.slices] if cache.buffer for x in cache.buffer]
         received = saved.inputs.received
@@ -269,7 +270,8 @@ class Stage(BaseStage):
     def _run_layers(
         self, slice_index: int, inputs: StageInputs, recompute_mode: str, context: LayerContext
     ) -> Task[tuple[Tensor, Tensor | None, StageSaved, TokenLosses | None]]:
-        """(branch, stream, what this mode saves, the losses on the last stage); no stream after the embedding alone."""
+        """(branch, stream, what this mode saves, losses on the last stage); stream is None after the embedding
+        alone."""
         branch: Tensor
         stream: Tensor | None = None
         if inputs.tokens is not None:
@@ -290,14 +292,14 @@ class Stage(BaseStage):
             elif not is_full:
                 saved.layers.append(layer_saved)
                 saved.recomputable.append(recomputable)
-            del layer_saved, recomputable  # what is not saved is free before the next layer allocates
+            del layer_saved, recomputable  # free what is not saved before the next layer allocates
         if inputs.targets is None:
             return branch, stream, saved, None
         head, losses = self._head_forward(slice_index, branch, stream, inputs, context, has_backward=not is_full)
         return branch, stream, saved if is_full else saved._replace(head=head), losses
 
     def _row_split(self, stream: Tensor) -> RowSplit | None:
-        """How RECOMPUTE splits the rows of a residual stream; None where it makes all of them."""
+        """How RECOMPUTE splits the rows of a residual stream; None if it recomputes all of them."""
         rows = len(stream)
         saved = saved_rows(rows, self.plan.recompute_fraction)
         return RowSplit(rows, saved) if saved else None
@@ -312,7 +314,7 @@ class Stage(BaseStage):
         *,
         has_backward: bool,
     ) -> tuple[HeadSaved, TokenLosses]:
-        """(what B needs, if it follows; the losses)."""
+        """(what B needs, if `has_backward`; the losses)."""
         head, targets, mtp = self.bound.head, inputs.targets, list[MTPSaved]()
         assert self.bound.norm is not None and head is not None and targets is not None
         normed, saved_norm = self.bound.norm.forward(branch, stream)
@@ -345,7 +347,7 @@ class Stage(BaseStage):
         return TokenLoss(context.loss_scale, self.model.final_logit_softcapping, self.plan.optimizer.z_loss)
 
     def _sequences(self, slice_index: int) -> list[SequenceContext]:
-        """What a slice is for each layer."""
+        """The sequence context of a slice for each layer."""
         kv_caches = self.kv_caches[slice_index // self.slices]
         layers = zip(self.layer_numbers, kv_caches, strict=True)
         return [self._sequence(slice_index, number, kv_cache) for number, kv_cache in layers]
@@ -385,7 +387,7 @@ class Stage(BaseStage):
 
 
 def _without_pair(inputs: StageInputs) -> StageInputs:
-    """Where layers save what they need of a pair: it takes no memory once they have read it."""
+    """Drops a received pair of terms if layers save what they need of it, so that it is freed once read."""
     return inputs._replace(received=None) if isinstance(inputs.received, tuple) else inputs
 
 

@@ -1,4 +1,4 @@
-"""What all ranks add up at the end of a step: gradient norms, losses, counts."""
+"""What all ranks sum at the end of a step: gradient norms, losses, counts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pentad.workers.params import optimizer
 
 
 class StepTotals:
-    """What ranks add up at the end of a step, in float64: squared gradient norms by shard; squared log-sum-exps by
-    rank; losses by replica, microbatch, sequence and cp rank; how often tokens found no slot to their experts; target
-    tokens by source of the data and digests of samples, which `begin` sets for a step.
+    """What ranks sum at the end of a step, in float64: squared gradient norms by shard; squared log-sum-exps by rank;
+    losses by replica, microbatch, sequence and cp rank; how often tokens found no slot to their experts; target tokens
+    by data source and digests of samples, which `begin` sets for a step.
 
-    Every entry has one contributor, or whole numbers of many, so sums are exact in any order; but with data-aware
-    groups, documents of one row are on several ranks. All ranks get the losses:
-    those of a committed step survive the rank that computed them.
+    Every entry has one contributor, or sums whole numbers, so sums are exact in any order; except that with data-aware
+    groups, documents of one row are on several ranks. All ranks get the losses, so those of a committed step survive
+    the rank that computed them.
     """
 
     def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage], slots: ExpertSlots | None) -> None:
@@ -41,11 +41,11 @@ class StepTotals:
         self.own_counts = self.values[-self.num_sources - 1 :].clone()
 
     def begin(self, counts: torch.Tensor) -> None:
-        """`counts` [sources + 1] are those of the rank's `Batch`."""
+        """Starts a step whose counts [sources + 1] on this rank are `counts` (see `Batch`)."""
         self.own_counts = counts
 
     def fill(self) -> torch.Tensor:
-        """This rank's entries, zeros elsewhere. The first of the replicas of a shard contributes its square."""
+        """This rank's entries, zeros elsewhere. Of a shard's replicas, only the first contributes its square."""
         self.values.zero_()
         at = self.at
         for shard in self.plan.param_shards_of(self.rank):
@@ -59,7 +59,7 @@ class StepTotals:
             self._squared_lse(self.values)[replica, at.cp, at.pp] += stage.squared_lse
             if stage.last:
                 sums, losses = stage.loss_sums, self._losses(self.values)[..., at.cp]
-                if self.plan.batch.capacity:  # of rows of all replicas
+                if self.plan.batch.capacity:  # rows of all replicas
                     losses += sums.view(losses.shape)
                 else:
                     losses[replica] += sums
@@ -82,7 +82,7 @@ class StepTotals:
         return torch.cat((self._losses(totals).sum(3).flatten(), self._counts(totals)))
 
     def squared_lse(self, totals: torch.Tensor) -> torch.Tensor:
-        """[2], 0 without a z-loss."""
+        """[2]; 0 without a z-loss."""
         return self._squared_lse(totals).sum((0, 1, 2))
 
     def mean_loss(self, losses: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from pentad.workers.rank_waits import rank_waits
 S = TypeVar("S")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-Task = Generator[None, None, T]  # yields when it has started communication, returns its result
+Task = Generator[None, None, T]  # yields after starting communication, returns its result
 
 # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +28,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def all_reduce_max_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replaces the elements of all tensors, at once, by their maxima over the ranks of a group; None: one rank."""
+    """Replaces the elements of all tensors by their maxima over the ranks of a group (None: one rank), in one
+    operation."""
     if group is None or not tensors:
         return
     found = torch.cat([each.flatten() for each in tensors])
@@ -39,13 +40,13 @@ def all_reduce_max_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) 
 
 
 class Arrival(Protocol):
-    """Something in flight, such as `dist.Work`; `wait` makes the host wait for it, or the current stream of a GPU."""
+    """Something in flight, such as `dist.Work`; `wait` makes the host, or the current stream of a GPU, wait for it."""
 
     def wait(self) -> object: ...
 
 
 class Works(NamedTuple):
-    """Parts of one operation: a rank that waits for a later part has come no further than one at the first."""
+    """Parts of one operation: a rank that waits for a later part counts as no further along than one at the first."""
 
     works: Sequence[Arrival | None]
 
@@ -56,7 +57,7 @@ class Works(NamedTuple):
 
 
 class ContinuedWork(NamedTuple):
-    """An operation in flight, and what a host that has waited for it does then, while no abort leaves it behind.
+    """An operation in flight, and what a host that has waited for it does next, unless an abort has left it behind.
     `keep_alive` is in use until then."""
 
     work: Arrival
@@ -68,14 +69,14 @@ class ContinuedWork(NamedTuple):
 
 
 class LayerWork(NamedTuple):
-    """An operation in flight inside a layer; the description of its group is the axis of the mesh."""
+    """An operation in flight inside a layer; the description of its group names the mesh axis."""
 
     work: Arrival | None  # torch returns None to a rank outside the group
     group: dist.ProcessGroup
 
 
 class WaitLog(Protocol):
-    """Where waits for operations inside layers are recorded, for others to read while one lasts."""
+    """Records waits for operations inside layers, so that others can see one while it lasts."""
 
     def begin_wait(self, axis: str) -> None: ...
 
@@ -84,8 +85,8 @@ class WaitLog(Protocol):
 
 class HostWaits:
     """How long this process's host has waited for operations inside layers so far; on a GPU it does not wait. Each wait
-    is entered in `log`, if there is one. `run_delay` is the part of the time that its thread was ready to run, by the
-    clock `delay_clock`."""
+    is recorded in `log`, if there is one. `run_delay` is the part of that time in which the thread was ready to run, by
+    the clock `delay_clock`."""
 
     seconds = 0.0
     run_delay = 0.0
@@ -128,7 +129,7 @@ class AsyncResult(Generic[T_co]):
         return self.wait()
 
     def then(self, function: Callable[[T_co], S]) -> AsyncResult[S]:
-        """The result with `function` applied to it."""
+        """Applies `function` to the result."""
         return AsyncResult(self.works, lambda: function(self.result()), self.keep_alive)
 
     def wait(self) -> T_co:
@@ -170,7 +171,7 @@ def run_to_completion(task: Task[T]) -> T:
 
 
 def on_yield(task: Task[T], callback: Callable[[], None]) -> Task[T]:
-    """Calls back before each yield of the task and at its end."""
+    """Calls `callback` before each yield of the task and at its end."""
     while True:
         try:
             next(task)

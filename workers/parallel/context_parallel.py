@@ -1,4 +1,4 @@
-"""Context parallelism: attention over ranks that each hold a part of every sequence (schedules/spec/cp_layout.py)."""
+"""Context parallelism: attention across ranks that each hold a part of every sequence (schedules/spec/cp_layout.py)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pentad.workers.parallel.row_split import RowSplit
 
 
 class SavedUlysses(NamedTuple):
-    """What B needs of full sequences of some heads; `kv_heads` are those of a rank before the exchange."""
+    """What B needs of full sequences of some heads; `kv_heads` is a rank's number before the exchange."""
 
     saved: SavedAttention | SavedBlocks
     kv_heads: int
 
 
 class KeptAttention(NamedTuple):
-    """The result of an attention, from which `attend` rebuilds what B needs without computing it again."""
+    """The result of an attention, from which `attend` rebuilds what B needs without recomputing it."""
 
     out: Tensor  # [B, N, S, Dv], before the exchange of Ulysses
     lse: Tensor  # [B, N, S]
@@ -45,7 +45,7 @@ class KeptInputs(NamedTuple):
     q: Tensor  # [B, N, S, D], after the exchange of Ulysses
     k: Tensor  # [B, M, S, D]
     v: Tensor  # [B, M, S, Dv]
-    kv_heads: int  # of a rank before the exchange
+    kv_heads: int  # a rank's, before the exchange
 
 
 SavedContext = SavedAttention | SavedBlocks | SavedUlysses
@@ -55,9 +55,9 @@ SavedContext = SavedAttention | SavedBlocks | SavedUlysses
 class ContextParallelGroup(RowGroup):
     """The ranks that share sequences with this one. All of them call `attend` and `attend_backward` in the same order.
 
-    They are the `size` ranks of `group`, of which this one is number `rank`; or, for a ring, `size` of them: those in
-    `ranks`, whose order the numbers follow. Those share the first `passed` positions that each has: the ones after them
-    are its own.
+    These are all `size` ranks of `group`, and this one has number `rank`; or, for a ring, the `size` ranks of it listed
+    in `ranks`, numbered in that order. In a ring only the first `passed` positions of each rank are shared; later ones
+    are attended to on their own rank only.
     """
 
     method: CpMethod = "ring"
@@ -67,9 +67,9 @@ class ContextParallelGroup(RowGroup):
     def document_mask(
         self, rows: Sequence[Sequence[int]], length: int, device: torch.device | str = "cpu", window: int = 0
     ) -> DocumentMask | None:
-        """The mask for rows of `length` tokens (of the full sequence), in which documents begin at the positions
-        `rows[b]`, the first at 0; None if every row is one document. A token sees the last `window` tokens, or all (0).
-        Copies to the device without waiting for it."""
+        """The mask for rows of `length` tokens (of the full sequence) in which documents begin at positions `rows[b]`,
+        the first at 0; None if every row is one document. A token sees the last `window` tokens, or all of them (0).
+        Copies to the device without waiting."""
         if all(len(starts) == 1 for starts in rows):
             return None
         assert all(starts[0] == 0 and starts[-1] < length for starts in rows)
@@ -85,11 +85,10 @@ class ContextParallelGroup(RowGroup):
         sinks: Tensor | None = None,
         kept: KeptAttention | None = None,
     ) -> Task[tuple[Tensor, SavedContext]]:
-        """(out [B, N, S / cp, Dv], what B needs) of this rank's q [B, N, S / cp, D], k [B, M, S / cp, D] and
-        v [B, M, S / cp, Dv], in the order of its positions, and sinks [N]. The inputs must stay unchanged until B.
-
-        `options` are those of full sequences; `documents` were made for the same window. With the `kept` result of the
-        same inputs only what belongs to it is exchanged again."""
+        """(out [B, N, S / cp, Dv], what B needs) of this rank's q [B, N, S / cp, D], k [B, M, S / cp, D] and v [B, M, S
+        / cp, Dv], in the order of its positions, and sinks [N]. The inputs must stay unchanged until B. `options` are
+        those of full sequences; `documents` must have the same window. Given the `kept` result of the same inputs, only
+        the exchanges that it needs are repeated."""
         if self.group is None or self.size == 1:
             return _attend_local(q, k, v, options, documents, sinks, kept)
         if self.method == "ulysses":
@@ -117,7 +116,7 @@ class ContextParallelGroup(RowGroup):
         sinks: Tensor | None = None,
         kept: KeptAttention | None = None,
     ) -> Task[tuple[Tensor, SavedContext]]:
-        """What `attend` returned, from the inputs that were kept of it, with the same bits."""
+        """What `attend` returned, bit for bit, from the inputs kept of it."""
         if self.group is not None and self.size > 1 and self.method == "ulysses":
             return (yield from self._attend_heads(inputs, options, documents, sinks, kept))
         return (yield from self.attend(inputs.q, inputs.k, inputs.v, options, documents, sinks, kept))
@@ -125,8 +124,8 @@ class ContextParallelGroup(RowGroup):
     def join_inputs(
         self, first: Sequence[Tensor], rest: Sequence[Tensor], split: RowSplit, length: int
     ) -> Task[KeptInputs]:
-        """Those of the exchange of Ulysses, of which the first rows were kept (see `inputs_by_token`), and of the rest
-        this rank has its own [T, heads, D], before the exchange. Sequences have `length` positions on each rank."""
+        """The inputs after the exchange of Ulysses, whose first rows were kept (see `inputs_by_token`); of the `rest`,
+        this rank has its own rows [T, heads, D] before the exchange. Sequences have `length` positions on each rank."""
         exchanged = yield from to_heads(self, *(each.transpose(0, 1)[None] for each in rest))
         pairs = zip(first, exchanged, strict=True)
         tokens = (split.join(kept, each[0].transpose(0, 1)) for kept, each in pairs)  # [cp T, heads, D]
@@ -142,7 +141,7 @@ class ContextParallelGroup(RowGroup):
         sinks: Tensor | None,
         kept: KeptAttention | None,
     ) -> Task[tuple[Tensor, SavedUlysses]]:
-        """Attention of full sequences of some heads, whose result goes back to the ranks of its positions."""
+        """Attention over full sequences of some heads; the result goes back to the ranks of its positions."""
         q, k, v, kv_heads = inputs
         out, saved = _attend_local(q, k, v, options, documents, self._own_heads(sinks), kept)
         positions = yield from to_positions(self, out)
@@ -151,12 +150,12 @@ class ContextParallelGroup(RowGroup):
     def attend_backward(
         self, dout: Tensor, saved: SavedContext, sinks: Tensor | None = None
     ) -> Task[tuple[QKVGrads, Tensor | None]]:
-        """((dq, dk, dv) of this rank's inputs, its part of the gradient [N] of the sinks) from dout [B, N, S / cp, Dv],
-        with the same sinks as forward."""
+        """((dq, dk, dv) of this rank's inputs, its part of the gradient [N] of the sinks) from dout [B, N, S / cp, Dv]
+        and the sinks of the forward."""
         if isinstance(saved, SavedUlysses):
             heads = yield from to_heads(self, dout)
             dsinks = _sinks_grad(heads[0], saved.saved, self._own_heads(sinks))
-            if dsinks is not None:  # of this rank's heads
+            if dsinks is not None:  # only this rank's heads
                 before, after = self.rank * len(dsinks), (self.size - 1 - self.rank) * len(dsinks)
                 dsinks = F.pad(dsinks, (before, after))
             dq, dk, dv = yield from to_positions(self, *_attend_local_backward(heads[0], saved.saved))
@@ -169,7 +168,7 @@ class ContextParallelGroup(RowGroup):
         return (yield from cp_all_gather.backward(self, saved, dout)), dsinks
 
     def sum(self, counts: Tensor) -> AsyncResult[Tensor]:
-        """Integers [n], added up over the ranks."""
+        """Sums integers [n] over the ranks."""
         return super().sum(counts) if self.ranks is None else cp_ring.sum_over(self._ring, counts)
 
     @property
@@ -182,21 +181,21 @@ class ContextParallelGroup(RowGroup):
 
 
 def keep(saved: SavedContext) -> KeptAttention | None:
-    """The result of `attend`; None where B needs an autograd graph, and so the attention again."""
+    """The result of `attend`; None if B needs an autograd graph, and so the attention itself again."""
     inner = saved.saved if isinstance(saved, SavedUlysses) else saved
     return None if inner.lse is None else KeptAttention(inner.out, inner.lse)
 
 
 def keep_inputs(saved: SavedContext) -> KeptInputs:
-    """What `attend_again` needs of what `attend` saved."""
+    """The part of what `attend` saved that `attend_again` needs."""
     inner, kv_heads = (saved.saved, saved.kv_heads) if isinstance(saved, SavedUlysses) else (saved, 0)
     q, k, v = inner.inputs[:3]
     return KeptInputs(q, k, v, kv_heads)
 
 
 def inputs_by_token(saved: SavedContext, tokens: int) -> list[Tensor]:
-    """Queries, keys and values [T, heads, D] of the slice of so many tokens; after the exchange of Ulysses those of all
-    ranks, one rank after another."""
+    """Queries, keys and values [T, heads, D] of the slice with so many tokens; after the exchange of Ulysses, those of
+    all ranks, rank by rank."""
     inputs = keep_inputs(saved)
     rows, length = inputs.q.shape[0], inputs.q.shape[2]
     parts = rows * length // tokens
@@ -224,7 +223,7 @@ def _attend_local(
     sinks: Tensor | None,
     kept: KeptAttention | None,
 ) -> tuple[Tensor, SavedAttention | SavedBlocks]:
-    """Attention of full sequences, without communication."""
+    """Attention over full sequences, without communication."""
     if steps is None and options.window_left is None and not options.softcap and sinks is None:
         if kept is None:
             return attention(q, k, v, options.deterministic, options.scale)
@@ -248,5 +247,5 @@ def _attend_local_backward(dout: Tensor, saved: SavedAttention | SavedBlocks) ->
 def _steps_without_mask(
     method: CpMethod, size: int, rank: int, rows: int, length: int, device: torch.device, window: int
 ) -> DocumentMask:
-    """The blocks of rows that are one document each."""
+    """The blocks for rows that are one document each."""
     return plan_steps(method, size, rank, length, [(0,)] * rows, device, window)

@@ -1,7 +1,7 @@
 """Context parallelism by all-gathering keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
 
-Computes the blocks of a ring, with one large message instead of many small ones. The keys and values of full sequences
-take memory only while a layer is computed: B gathers them again.
+Computes the same blocks as a ring, with one large message instead of many small ones. The keys and values of full
+sequences take up memory only while a layer is computed: B gathers them again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _gather_kv(group: RowGroup, k: Tensor, v: Tensor) -> AsyncResult[list[KV]]:
 
 
 def _further_blocks(group: RowGroup, steps: Sequence[Step]) -> Iterator[tuple[Block, int]]:
-    """The blocks after the first, each with the rank whose keys it has."""
+    """All blocks but the first, each with the rank that owns its keys."""
     for number, blocks in enumerate((steps[0][1:], *steps[1:])):
         for at in blocks:
             yield at, (group.rank - number) % group.size

@@ -1,4 +1,4 @@
-"""The blocks of a cp rank's attention (see document_mask), computed with the keys of one rank at a time."""
+"""The blocks of a cp rank's attention (see document_mask), computed with one rank's keys at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SavedBlocks(NamedTuple):
 
 
 def block_forward(inputs: Inputs, at: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of one block, with the keys and values of the rank it belongs to."""
+    """(out, lse) of one block, given the keys and values of the rank that owns them."""
     q, k, v = inputs.q[:, :, at.queries], k[:, :, at.keys], v[:, :, at.keys]
     return partial_attention(q, k, v, inputs.options_at(at))
 

@@ -1,7 +1,7 @@
-"""Ring attention (arXiv 2310.01889): keys and values travel round the ring while each rank computes with those it has.
+"""Ring attention (arXiv 2310.01889): keys and values travel around the ring while each rank computes with those it has.
 
-The next ones are received during a computation, so a rank holds at most two sets from other ranks. In B the gradients
-of keys and values follow them round the ring, accumulated in float32 or wider, and end on the rank that owns them.
+The next ones are received during a computation, so a rank holds at most two sets from other ranks. In B their gradients
+follow them around the ring, accumulated in float32 or wider, and end up on the rank that owns the keys and values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pentad.workers.parallel.row_exchange import RowGroup
 
 
 class Ring(NamedTuple):
-    """Ranks of a group, in the order in which keys and values pass through them; this rank is `ranks[place]`."""
+    """The ranks of a group in the order in which keys and values visit them; this rank is `ranks[place]`."""
 
     group: RowGroup
     ranks: tuple[int, ...]
@@ -29,7 +29,7 @@ class Ring(NamedTuple):
 
 
 def forward(ring: Ring, inputs: Inputs) -> Task[SavedBlocks]:
-    """Attention of this rank's queries to its own keys and those that the ring's ranks pass on."""
+    """Attention of this rank's queries to its own keys and to those passed around the ring."""
     (q, own_k, own_v, steps, *_), size = inputs, len(ring.ranks)
     k, v = (x[:, :, : inputs.passed] for x in (own_k, own_v))
     packed = pack_kv(k, v)
@@ -65,7 +65,7 @@ def backward(ring: Ring, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads]:
         gradients = [(at, *block_backward(saved, dout, at, keys, values)) for at in blocks]
         if kv_in_flight:
             yield
-        # The sums of the ranks before, for these keys, arrived while this rank computed its own.
+        # The previous ranks' sums for these keys arrived while this rank computed its own.
         total = sums_in_flight.wait() if sums_in_flight else sums[1].zero_()
         dk, dv = unpack_kv(total, k, v)
         for at, block_dq, block_dk, block_dv in gradients:
@@ -73,7 +73,7 @@ def backward(ring: Ring, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads]:
             dk[:, :, at.keys] += block_dk[:, :, :passed]
             dv[:, :, at.keys] += block_dv[:, :, :passed]
         if number == 0 and passed is not None:
-            others = [x[:, :, passed:].clone() for x in gradients[0][2:]]  # of the keys and values that stay here
+            others = [x[:, :, passed:].clone() for x in gradients[0][2:]]  # of keys and values that stay here
         if kv_in_flight:
             packed = kv_in_flight.wait()
             keys, values = unpack_kv(packed, k, v)
@@ -86,12 +86,12 @@ def backward(ring: Ring, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads]:
 
 
 def pass_on(ring: Ring, sent: Tensor, buffer: Tensor) -> AsyncResult[Tensor]:
-    """One step round the ring: sends to the next rank and receives into `buffer` from the previous one."""
+    """One step around the ring: sends to the next rank and receives into `buffer` from the previous one."""
     return ring.group.pass_on(sent, buffer, ring.ranks[(ring.place + 1) % len(ring.ranks)], ring.ranks[ring.place - 1])
 
 
 def sum_over(ring: Ring, counts: Tensor) -> AsyncResult[Tensor]:
-    """Integers [n], added up over the ring's ranks, each of which sends its own to all others at once."""
+    """Sums integers [n] over the ring's ranks, each of which sends its own to all others at once."""
     group, own = ring.group.group, ring.ranks[ring.place]
     assert group is not None
     others = [rank for rank in ring.ranks if rank != own]

@@ -17,20 +17,20 @@ from pentad.workers.parallel.row_exchange import RowGroup
 
 
 def to_heads(group: RowGroup, *tensors: Tensor) -> AsyncResult[list[Tensor]]:
-    """[B, heads, S / cp, D] each, as [B, max(1, heads / cp), S, D]."""
+    """Each of [B, heads, S / cp, D] becomes [B, max(1, heads / cp), S, D]."""
     size = group.size
     sent = [_split(x.repeat_interleave(max(1, size // x.shape[1]), dim=1), 1, size) for x in tensors]
     return _exchange(group, sent, lambda x: x.permute(1, 2, 0, 3, 4).flatten(2, 3))
 
 
 def to_positions(group: RowGroup, *tensors: Tensor) -> AsyncResult[list[Tensor]]:
-    """The inverse: [B, heads, S, D] each, as [B, cp heads, S / cp, D]."""
+    """The inverse: each of [B, heads, S, D] becomes [B, cp heads, S / cp, D]."""
     sent = [_split(x, 2, group.size) for x in tensors]
     return _exchange(group, sent, lambda x: x.permute(1, 0, 2, 3, 4).flatten(1, 2))
 
 
 def sum_repeated(gradient: Tensor, heads: int) -> Tensor:
-    """The gradient of `heads` heads from that of their repetitions."""
+    """The gradient of `heads` heads from that of their copies."""
     if gradient.shape[1] == heads:
         return gradient
     return gradient.to(accumulation_dtype(gradient.dtype)).unflatten(1, (heads, -1)).sum(2).to(gradient.dtype)

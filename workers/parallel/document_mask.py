@@ -1,9 +1,9 @@
-"""Document masks: causal attention of a cp rank as blocks of queries and keys without a masked pair off the diagonal.
+"""Document masks: a cp rank's causal attention as blocks of queries and keys in which only the diagonal is masked.
 
-Every document is cut into chunks of which a rank holds two, in this order the first ones of all documents and the
-second ones (schedules/spec/cp_layout.py). A block has the queries of one of them and the keys of one before it, on this
-rank or another: each document is a segment whose queries all see its keys. With a sliding window, the queries and keys
-out of reach are segments of their own, that see nothing, and a band of what is left is visible.
+Every document is cut into chunks, two for each rank; a rank holds the first ones of all documents, and then the second
+ones (schedules/spec/cp_layout.py). A block has the queries of one of its two chunks and the keys of an earlier chunk,
+on this rank or another; each document is a segment whose queries all see its keys. With a sliding window, queries and
+keys out of reach become segments of their own that see nothing, and of the rest a band is visible.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pentad.kernels.attention.packed_runs import PackedLengths, PackedRun
 from pentad.schedules.spec.cp_layout import CpMethod, document_chunks, document_lengths, zigzag
 
 Numbers = NDArray[np.int64]  # [documents]
-BLOCK = 128  # tokens, of a kernel for segments
-CALL_BLOCKS = 8192  # blocks of a head that find nothing to do in about the time of another call
+BLOCK = 128  # tokens per block of a kernel for segments
+CALL_BLOCKS = 8192  # idle blocks of a head that take about as long as another call
 
 
 class Block(NamedTuple):
-    """Slices of this rank's queries and of one rank's keys: every query sees all keys, or those up to its own position
-    (`causal`), of which `window_left` may hide the first (see `AttentionOptions`)."""
+    """Slices of this rank's queries and of one rank's keys. Every query sees all keys, or those up to its own position
+    (`causal`); `window_left` may hide the earliest of them (see `AttentionOptions`)."""
 
     queries: slice
     keys: slice
     causal: bool
-    lengths: PackedLengths | None = None  # of segments, of all rows end to end
+    lengths: PackedLengths | None = None  # of the segments of all rows, end to end
     fixed_shape: bool = True  # the same for any documents
     window_left: int | None = None
 
@@ -42,8 +42,8 @@ EVERY = slice(None)
 
 
 class Packed(NamedTuple):
-    """Sequences of documents of these `lengths`, by row, which `size` ranks share, this one as number `rank`; each then
-    has documents of its own, of `local` tokens, if there is one row."""
+    """Sequences of documents with these `lengths`, by row, shared by `size` ranks, of which this one is number `rank`.
+    With a single row, each rank may also have documents of its own, with `local` tokens each."""
 
     size: int
     rank: int
@@ -60,11 +60,11 @@ def plan_steps(
     device: torch.device | str = "cpu",
     window: int = 0,
 ) -> DocumentMask:
-    """The blocks that a rank computes of sequences of `length` tokens in which documents begin at the positions
-    `rows[b]`, by source of the keys. Each token sees the last `window` ones, itself included, or all before it (0).
+    """The blocks that a rank computes, by source of the keys, for sequences of `length` tokens in which documents begin
+    at positions `rows[b]`. Each token sees the last `window` ones, including itself, or all before it (0).
 
-    ring and all_gather: step t uses the keys of rank - t, and the first block of step 0 covers all queries. ulysses,
-    and a group of one: one block of full sequences.
+    ring and all_gather: step t uses the keys of rank - t, and the first block of step 0 covers all queries. ulysses, or
+    a group of one: one block of full sequences.
     """
     lengths = [document_lengths(starts, length) for starts in rows]
     is_packed = any(len(each) > 1 for each in lengths)
@@ -81,7 +81,7 @@ def plan_steps(
 
 
 def plan_packed_steps(packed: Packed, device: torch.device | str, window: int) -> DocumentMask:
-    """`plan_steps` of packed sequences. Shapes are always new."""
+    """`plan_steps` for packed sequences. Shapes differ from call to call."""
     size, rank, rows = packed[:3]
     local = np.asarray(packed.local, np.int64)
     borders = [document_chunks(lengths, size) for lengths in rows]
@@ -98,7 +98,7 @@ def plan_packed_steps(packed: Packed, device: torch.device | str, window: int) -
 def _blocks(
     borders: NDArray[np.int64], rank: int, source: int, half: int, window: int, device: torch.device | str
 ) -> Iterator[Block]:
-    """Those of this rank's chunks of `half` tokens and the source's before them."""
+    """The blocks of this rank's chunks, of `half` tokens each, with the source's chunks before them."""
     size = borders.shape[1] // 2
     for place, chunk in enumerate(zigzag(size, rank)):
         for other, before in enumerate(zigzag(size, source)):
@@ -112,20 +112,20 @@ def _blocks(
 def _visible(
     query: Numbers, query_end: Numbers, key: Numbers, key_end: Numbers, window: int, device: torch.device | str
 ) -> Iterator[tuple[PackedLengths, int | None]]:
-    """Segments of the queries from `query` to before `query_end` of each document, and of its keys before them; with
-    bands of one width at a time."""
+    """Segments of the queries from `query` up to `query_end` of each document and of its keys up to `key_end`, which
+    precede them; one band width at a time."""
     first, end, left = key, query_end, np.full_like(key, -1)
     if window:
-        first = np.maximum(key, query - window + 1)  # that the first query sees
-        end = np.minimum(query_end, key_end - 1 + window)  # of the queries that see the last key
+        first = np.maximum(key, query - window + 1)  # the first key that the first query sees
+        end = np.minimum(query_end, key_end - 1 + window)  # the end of the queries that see the last key
         # The diagonal of a segment ends at its last query and key. -1: the last query sees all keys.
         left = np.where(end - window > first, key_end - 1 - (end - window), -1)
     is_visible = (end > query) & (key_end > first)
     for band in np.unique(left[is_visible]).tolist():
         queries, keys = (np.where(is_visible & (left == band), its, 0) for its in (end - query, key_end - first))
         none = np.zeros_like(queries)
-        seen = np.stack([none, queries, query_end - query - queries], 1)  # queries that see nothing come last,
-        seeing = np.stack([key_end - key - keys, keys, none], 1)  # and keys that none of these sees first
+        seen = np.stack([none, queries, query_end - query - queries], 1)  # queries that see nothing come last
+        seeing = np.stack([key_end - key - keys, keys, none], 1)  # keys that no query sees come first
         yield _segments(seen, device, seeing), None if band < 0 else band
 
 
@@ -136,13 +136,13 @@ def _left(window: int) -> int | None:
 def _segments(
     queries: NDArray[np.int64], device: torch.device | str, keys: NDArray[np.int64] | None = None
 ) -> PackedLengths:
-    """Segments of these lengths without empty ones; those of the keys are the same unless given."""
+    """Segments of these lengths, without empty ones; the keys' lengths equal the queries' unless given."""
     both = np.stack([queries.ravel(), (queries if keys is None else keys).ravel()])
     return packed_lengths(both[:, both.any(0)], device)
 
 
 def packed_lengths(lengths: NDArray[np.int64], device: torch.device | str) -> PackedLengths:
-    """Of [2, segments] numbers of queries and of keys, on the device."""
+    """The segments with [2, segments] numbers of queries and keys, on the device."""
     cuts = similar_neighbours(*lengths)
     parts = [lengths, *(lengths[:, first:end] for first, end in cuts if len(cuts) > 1)]
     ends = [np.pad(part.cumsum(1), ((0, 0), (1, 0))) for part in parts]
@@ -162,8 +162,9 @@ def _longest(lengths: NDArray[np.int64]) -> tuple[int, int]:
 
 
 def similar_neighbours(queries: NDArray[np.int64], keys: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """(first segment, end) of each run of segments of these lengths [segments]. Neighbours are in one run, unless the
-    blocks that this adds cost more than a call, or one of two runs has no queries or no keys."""
+    """(first segment, end) of each run of segments of these lengths [segments]. Neighbours share a run unless the
+    blocks that this adds cost more than a call. No run is without queries or without keys if it can be joined to
+    another."""
     blocks = -(-np.maximum(queries, keys) // BLOCK)
     first = np.flatnonzero(np.diff(blocks, prepend=-1))
     totals = zip(np.add.reduceat(queries, first).tolist(), np.add.reduceat(keys, first).tolist(), strict=True)
@@ -178,6 +179,6 @@ def similar_neighbours(queries: NDArray[np.int64], keys: NDArray[np.int64]) -> l
 
 
 def _added_blocks(*runs: tuple[int, int, int, bool]) -> int:
-    """Those of one call for two neighbouring runs beside those of two calls."""
+    """The blocks that one call for two neighbouring runs has in excess of two calls."""
     longest = max(run[2] for run in runs)
     return sum((end - first) * (longest - its) for first, end, its, _ in runs)

@@ -1,9 +1,9 @@
 """Expert parallelism: token dispatchers, which move tokens to the ranks of their experts and results back.
 
-Experts are cut into contiguous blocks of equal size, a block a rank. `dispatch` sends rows [T, ...] of this rank's
+Experts are divided into contiguous blocks of equal size, one per rank. `dispatch` sends rows [T, ...] of this rank's
 tokens to every rank that has an expert for them and returns the rows [T', ...] received; `combine` sends partial
 results [T', ...] back and returns their sums [T, ...]. Each is the transpose of the other, so the backward pass uses
-the same two. Rows of no token, in slots that are not used, are of no expert.
+the same two. Rows of unused slots belong to no token and no expert.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from pentad.workers.parallel.row_exchange import RowGroup
 from pentad.workers.rank_waits import rank_waits
 
 DispatchMode = Literal["all_to_all", "all_gather"]
-ROUTING_DTYPES = torch.int32, torch.int64  # of `pack_routing`, where -1 is no expert
+ROUTING_DTYPES = torch.int32, torch.int64  # of `pack_routing`; -1 is no expert
 
 
 class ExpertSlots:
-    """Room for the `tokens` that a rank sends to another at once. Where it has more for one, they are left out, and
-    `overflows`, a float64 scalar on the device, counts that: the step is rejected, and run again with more room."""
+    """Room for `tokens` tokens from one rank to another at a time. Tokens in excess are left out and counted in
+    `overflows`, a float64 scalar on the device: the step is then rejected and run again with more room."""
 
     def __init__(self, tokens: int, device: str) -> None:
         self.tokens, self.overflows = tokens, torch.zeros((), dtype=torch.float64, device=device)
 
     def sufficed(self, world: dist.ProcessGroup | None, check: Callable[[], None]) -> bool:
-        """Whether all tokens of all ranks have found a slot. Waits for them, and then calls `check`."""
+        """Whether all tokens of all ranks have found a slot. Waits for all ranks, then calls `check`."""
         total = self.overflows.clone()
         if world is not None:
             with rank_waits.abandonable():
@@ -44,7 +44,7 @@ class ExpertSlots:
         return not found
 
     def agree(self, known: int, world: dist.ProcessGroup | None) -> None:
-        """At least as many as any rank had `known` in an earlier generation."""
+        """Takes at least as many slots as any rank had (`known`) in an earlier generation."""
         largest = torch.tensor(max(known, self.tokens), device=self.overflows.device)
         if world is not None:
             with rank_waits.abandonable():
@@ -52,14 +52,14 @@ class ExpertSlots:
         self.tokens = int(largest)
 
     def grow(self, tokens: int) -> None:
-        """More room, at most for all of a rank's `tokens`. Between steps, on all ranks alike."""
+        """Makes more room, at most for all `tokens` of a rank. Between steps, on all ranks alike."""
         self.tokens = min(tokens, GROWTH * self.tokens)
         self.overflows.zero_()
 
 
 @dataclass(frozen=True)
 class ExpertParallelGroup(RowGroup):
-    """The ep group of a rank. With `slots` tokens travel through these, otherwise by `mode`."""
+    """The ep group of a rank. With `slots`, tokens travel through slots, otherwise as `mode` says."""
 
     mode: DispatchMode = "all_to_all"
     slots: ExpertSlots | None = None
@@ -88,7 +88,7 @@ class AllGatherDispatcher(NamedTuple):
 
 
 class UnevenGatherDispatcher(NamedTuple):
-    """Every rank gets all tokens of the group, in which each has the number of `tokens` that the host knows."""
+    """Every rank gets all tokens of the group; `tokens`, which the host knows, are the ranks' numbers of them."""
 
     group: dist.ProcessGroup
     tokens: tuple[int, ...]
@@ -109,11 +109,11 @@ class UnevenGatherDispatcher(NamedTuple):
 
 
 class AllToAllDispatcher(NamedTuple):
-    """A token is sent once to each rank that has experts for it. The host has to wait for the numbers of rows."""
+    """A token is sent once to each rank that has experts for it. The host must wait for the numbers of rows."""
 
     group: dist.ProcessGroup
     tokens: Tensor  # [rows sent] int64, the token of each row; rows are ordered by destination rank
-    positions: Tensor  # [T, ep] int64, the row sent for a token to a rank, -1 for none
+    positions: Tensor  # [T, ep] int64, the row of a token for a rank, -1 for none
     sent: list[int]  # rows by rank
     received: list[int]
 
@@ -129,8 +129,8 @@ class AllToAllDispatcher(NamedTuple):
 
 
 class SlotDispatcher(NamedTuple):
-    """A token is sent once to each rank that has experts for it, in one of so many slots for each rank that the host
-    never waits for the routing."""
+    """A token is sent once to each rank that has experts for it, in one of a fixed number of slots per rank, so the
+    host never waits for the routing."""
 
     group: RowGroup
     tokens: Tensor  # [ep, slots] int64, the token in each slot, -1 for none
@@ -153,8 +153,8 @@ Dispatcher = LocalDispatcher | AllGatherDispatcher | UnevenGatherDispatcher | Al
 def make_dispatcher(
     experts: Tensor, num_local: int, ep: ExpertParallelGroup, held: tuple[int, ...] = ()
 ) -> Task[Dispatcher]:
-    """The dispatcher for tokens routed to `experts` [T, K]; each rank of the group holds `num_local` experts, and so
-    many tokens as `held` says (empty: all as many)."""
+    """The dispatcher for tokens routed to `experts` [T, K]. Each rank of the group holds `num_local` experts, and
+    `held[rank]` tokens (empty: all equally many)."""
     group = ep.group
     if group is None:
         return LocalDispatcher()
@@ -177,12 +177,13 @@ def make_dispatcher(
 
 
 def _in_slots(visits: Tensor, ep: ExpertParallelGroup, slots: ExpertSlots) -> SlotDispatcher:
-    """The dispatcher for tokens that visit ranks as `visits` [T, ep] says; those that find no slot are left out."""
+    """The dispatcher for tokens that visit ranks according to `visits` [T, ep]; those that find no slot are left
+    out."""
     numbers, room = visits.cumsum(0) - 1, slots.tokens
     slots.overflows += (numbers[-1] >= room).any()
     first = torch.arange(ep.size, device=visits.device) * room
     positions = torch.where(visits & (numbers < room), numbers + first, -1)
-    tokens = torch.full((ep.size * room + 1,), -1, device=visits.device)  # the last one for those without a slot
+    tokens = torch.full((ep.size * room + 1,), -1, device=visits.device)  # the last entry takes those without a slot
     each = torch.arange(len(visits), device=visits.device).unsqueeze(1).expand_as(visits)
     tokens.scatter_(0, torch.where(positions < 0, ep.size * room, positions).flatten(), each.flatten())
     return SlotDispatcher(ep, tokens[:-1].view(ep.size, room), positions)

@@ -1,6 +1,6 @@
 """Messages between pairs of ranks of a group, in which its other ranks take no part.
 
-An all-to-all does not serve: torch (2.11) gives NCCL the empty messages, too, and NCCL waits for their peers.
+An all-to-all would not do: torch (2.11) passes empty messages on to NCCL, too, which then waits for those peers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from pentad.workers.parallel.async_ops import Arrival, Works
 
-# Held between the parts of a batch. NCCL must not lose the communicator there.
+# Held while a batch is being posted, when NCCL must not lose the communicator.
 batching = threading.Lock()
 
 
 def exchange(
     group: dist.ProcessGroup, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
 ) -> Arrival:
-    """Sends and receives contiguous tensors, each with its peer, a rank of the group; all are under way at once."""
+    """Sends and receives contiguous tensors, each with its peer, a rank of the group; all are in flight at once."""
     device = sends[0][0].device
     if device.type != "cuda":
         return Works(_post(group, sends, receives))
@@ -42,10 +42,10 @@ def _post(
 
 @contextmanager
 def _batch(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[Arrival]]:
-    """What is posted here is one operation of the GPU, which the list holds at the end.
+    """Coalesces what is posted within into one operation of the GPU, which the list holds at the end.
 
-    `batch_isend_irecv` would leave NCCL's group call open where a message cannot be posted because the generation has
-    been aborted: nothing that this thread launches later, in any generation, would ever start.
+    `batch_isend_irecv` would leave NCCL's group call open if a message could not be posted because the generation has
+    been aborted: nothing that this thread launched later, in any generation, would ever start.
     """
     works: list[Arrival] = []
     with batching:

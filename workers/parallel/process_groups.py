@@ -26,7 +26,7 @@ from pentad.workers.parallel.point_to_point import batching
 from pentad.workers.parallel.row_exchange import Rows
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
-COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the driver detects lost ranks, much sooner
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the driver detects lost ranks much sooner
 RELEASE_SECONDS = 0.1
 BATCH_SECONDS = 1.0  # at most, to post a batch of messages
 Channel = tuple[Op, int, int]  # kind of send, source and target rank of the mesh
@@ -48,11 +48,11 @@ class LayerGroups(NamedTuple):
 
     @property
     def rows(self) -> list[Rows]:
-        """What this rank exchanges rows through, for each axis where it does."""
+        """The row exchanges of this rank, one for each axis that has one."""
         return [group.rows for group in (self.tp, self.cp, self.ep) if group.rows is not None]
 
     def with_rows(self, axis: Axis, rows: Rows) -> LayerGroups:
-        """Its ranks along an axis exchange rows through this."""
+        """These groups, with `rows` as the row exchange along an axis."""
         return self._replace(**{axis: replace(getattr(self, axis), rows=rows)})
 
 
@@ -62,11 +62,11 @@ class ProcessGroups:
 
     `channels[kind, source, target]` carries the transfers of one direction between two ranks (gloo has one group for
     all and distinguishes them by tag; peer copies need none). `gradients[stage]` are the holders of a stage and of its
-    experts, if it has any; `zero` are those that ZeRO cuts their state over together with this rank, and `replicas`
-    those that have the same part of it. `weights` are those that ZeRO gathers from, with communicators of their own, as
-    all-gathers run beside reductions (with peer copies only of frozen weights, for searches for flipped bits).
+    experts, if it has any; `zero` are those among which ZeRO divides their state, and `replicas` those that have the
+    same part of it. `weights` are the groups that ZeRO gathers weights from, with communicators of their own because
+    all-gathers run beside reductions (with peer copies, only those of frozen weights, for searches for flipped bits).
     `matrices[stage]` are the ranks that hold parts of the same matrices, for Muon. `world` is all ranks of the mesh,
-    `tied` the holders of the embedding where the head shares it.
+    `tied` the holders of the embedding if the head shares it.
     """
 
     rank: int
@@ -82,9 +82,9 @@ class ProcessGroups:
 
 
 def start_store(host: str, size: int, timeout_seconds: float) -> dist.TCPStore:
-    """A store at an IP address of this machine and a free port, listening before the port is announced.
+    """A store at an IP address of this machine and a free port, which listens before the port is announced.
 
-    A client that dials a port nobody listens on yet may be given that very port as its own end and connect to itself.
+    A client that dials a port nobody listens on may be assigned that very port itself and connect to itself.
     """
     timeout = timedelta(seconds=timeout_seconds)
     listener = socket.create_server((host, 0))
@@ -102,7 +102,7 @@ def connect(
     plan: Plan, rank: int, store: dist.TCPStore, timeout_seconds: float, device: torch.device, generation: int
 ) -> ProcessGroups:
     """Initializes torch.distributed through the store and creates every group of this rank."""
-    # Symmetric memory remembers groups by name for ever, so a later generation must not use a name again.
+    # Symmetric memory remembers groups by name forever, so later generations must not reuse names.
     dist.distributed_c10d._world.group_count = 1000 * generation
     cuda = device.type == "cuda"
     dist.init_process_group(
@@ -134,7 +134,7 @@ def first_stage_ranks(mesh: Mesh) -> list[int]:
 
 
 def transfer_edges(plan: Plan) -> list[tuple[Op, int, int]]:
-    """Every (kind of send, source, target) of the programs, in pipeline ranks; sorted, so equal on all ranks."""
+    """Every (kind of send, source, target) in the programs, in pipeline ranks; sorted, and so the same on all ranks."""
     streams = chain.from_iterable(enumerate(program.streams) for program in plan.programs)
     parts = ((rank, part) for rank, stream in streams for part in instructions_of(stream))
     return sorted({(part.op, rank, part.peer) for rank, part in parts if part.op in SENDS})
@@ -146,8 +146,8 @@ def channel_of(part: Instruction, rank: int, peer: int) -> Channel:
 
 
 def abort_nccl(release_graphs: Callable[[], None]) -> None:
-    """Aborts every NCCL communicator of this process, in parallel: each abort waits for the device, and so for the
-    kernels of the others, and for the graphs that have its own. From any thread."""
+    """Aborts every NCCL communicator of this process, in parallel: each abort waits for the device, and thus for the
+    kernels of the others, and for the graphs that contain its own. From any thread."""
     is_between = batching.acquire(timeout=BATCH_SECONDS)
     threads = [threading.Thread(target=group.abort) for group in list(dist.distributed_c10d._world.pg_map)]
     for thread in threads:
@@ -161,10 +161,11 @@ def abort_nccl(release_graphs: Callable[[], None]) -> None:
 
 
 def destroy_groups(*, beside: bool) -> None:
-    """Destroys every group of this process; `beside` this thread, once nothing else refers to the group.
+    """Destroys every group of this process. With `beside`, another thread does so for each group once nothing else
+    refers to it.
 
-    The destructor of a gloo group joins gloo's threads, and after an abort one of those may wait for a lost rank until
-    the timeout of the group.
+    The destructor of a gloo group joins gloo's threads, and after an abort one of them may wait for a lost rank until
+    the group times out.
     """
     groups = list(dist.distributed_c10d._world.pg_map) if beside else ()
     dist.destroy_process_group()
@@ -199,8 +200,8 @@ def _alone(ranks_of: Callable[[ParamShard], tuple[int, ...]]) -> Callable[[Param
 def _groups_by_stage(
     plan: Plan, rank: int, groups_of: Callable[[ParamShard], list[tuple[int, ...]]], *, exchanges: bool = False
 ) -> GroupsByStage:
-    """New groups of ranks for each parameter shard; of those of this rank's stages the ones with this rank. For
-    `exchanges` all pairs are connected."""
+    """Creates groups of ranks for each parameter shard; returns those of this rank's stages that contain this rank.
+    With `exchanges`, all pairs are connected."""
     made = _new_groups(chain.from_iterable(map(groups_of, plan.param_shards)))
     for ranks, group in made.items() if exchanges else ():
         if rank in ranks:
@@ -214,7 +215,7 @@ def _groups_by_stage(
 def _zero_groups(
     plan: Plan, rank: int, gradients: GroupsByStage, *, exchanges: bool
 ) -> tuple[GroupsByStage, GroupsByStage]:
-    """`zero` and `replicas` of ProcessGroups. Between replicas terms in bfloat16 are always exchanged."""
+    """`zero` and `replicas` of ProcessGroups. Between replicas, bfloat16 terms are always exchanged."""
     if plan.zero_shards:
         zero = _groups_by_stage(plan, rank, partial(zero_groups, plan), exchanges=exchanges)
         return zero, _groups_by_stage(plan, rank, partial(replica_groups, plan), exchanges=plan.bf16_reduce)
@@ -223,7 +224,7 @@ def _zero_groups(
 
 
 def _weight_groups(plan: Plan, rank: int, *, only_frozen: bool) -> dict[ParamShard, dist.ProcessGroup]:
-    """New groups of the ranks that ZeRO cuts each shard of this rank's weights over, or of those of frozen ones."""
+    """New groups of the ranks among which ZeRO divides each shard of this rank's weights, or only each frozen one."""
     held = chain.from_iterable((*plan.param_shards_of(of), *plan.frozen_shards_of(of)) for of in range(plan.mesh.size))
     found = dict.fromkeys(shard for shard in held if shard.frozen or not only_frozen)
     cut = [shard for shard in found if plan.num_zero_shards(shard) > 1]
@@ -233,8 +234,8 @@ def _weight_groups(plan: Plan, rank: int, *, only_frozen: bool) -> dict[ParamSha
 
 
 def _embedding_ranks(plan: Plan) -> list[tuple[int, ...]]:
-    """By tp coordinate, the ranks of the first and last stage if both have the embedding. A single rank gets a group
-    too: it may hold both."""
+    """By tp coordinate, the ranks of the first and last stage if both have the embedding. A single rank gets a group,
+    too, as it may hold both."""
     if not plan.is_tied:
         return []
     last = plan.program.stages - 1
@@ -251,7 +252,7 @@ def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
         return _new_groups(ranks_of_groups, " x ".join(axes)).get(mesh.group(axes, rank))
 
     def exchanging(axis: Axis, *, pairs: bool) -> dist.ProcessGroup | None:
-        """The same, connected in `pairs` if they exchange by NCCL."""
+        """The same along one axis, with `pairs` connected if they exchange through NCCL."""
         group = along(axis)
         return _connected_pairs(group, plan) if pairs and plan.transport_along(axis) == "nccl" else group
 
@@ -273,8 +274,8 @@ def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
 
 
 def _connected_pairs(group: dist.ProcessGroup | None, plan: Plan) -> dist.ProcessGroup | None:
-    """A group in which every rank has sent to every other one: with NCCL the first message of two ranks connects them,
-    and may hold their hosts like a first operation (see `_connected_group`)."""
+    """The group, in which every rank has now sent to every other one: with NCCL the first message between two ranks
+    connects them, and may block their hosts like a first operation (see `_connected_group`)."""
     if group is not None and plan.device == "cuda":
         sent = torch.zeros(group.size(), device="cuda")
         dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
@@ -284,7 +285,7 @@ def _connected_pairs(group: dist.ProcessGroup | None, plan: Plan) -> dist.Proces
 def _new_groups(
     ranks_of_groups: Iterable[tuple[int, ...]], description: str | None = None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """New groups by their ranks, where those are several. Every rank of the mesh must create all of them."""
+    """New groups by their ranks, except groups of one. Every rank of the mesh must create all of them."""
     return {ranks: _connected_group(ranks, description) for ranks in dict.fromkeys(ranks_of_groups) if len(ranks) > 1}
 
 
@@ -295,8 +296,9 @@ def _new_group(ranks: tuple[int, ...], description: str | None = None) -> dist.P
 def _connected_group(ranks: tuple[int, ...], description: str | None = None) -> dist.ProcessGroup:
     """A new group that has run its first operation.
 
-    NCCL's first operation of a communicator can hold the host until the GPU has done all it was given. In the middle of
-    a step that may include a wait for a transfer that another host, held in the same way, has yet to issue: a deadlock.
+    NCCL's first operation on a communicator can block the host until the GPU has done everything it was given. In the
+    middle of a step that may include waiting for a transfer that another host, blocked likewise, has yet to issue: a
+    deadlock.
     """
     group = _new_group(ranks, description)
     if dist.get_backend() == "nccl" and dist.get_rank() in ranks:

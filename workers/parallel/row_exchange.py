@@ -1,4 +1,4 @@
-"""Exchanges between the ranks that share a layer: by copy engines between the GPUs of one host, else by the process
+"""Exchanges between the ranks that share a layer: by copy engines between the GPUs of a host, otherwise by the process
 group."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Ranks that share a layer, of which this one is number `rank`. With a size of 1 there is no group, and nothing is
-    communicated. `rows` exchanges what fits into its slots."""
+    """The `size` ranks that share a layer; this one is number `rank`. A single rank has no group and communicates
+    nothing. Messages that fit into the slots of `rows` are exchanged through it."""
 
     group: dist.ProcessGroup | None = None
     size: int = 1
@@ -52,8 +52,8 @@ class RowGroup:
     rows: Rows | None = None
 
     def all_gather(self, x: Tensor, *, keep: bool = True) -> AsyncResult[Tensor]:
-        """The rows of all ranks in order [size T, ...], from this rank's [T, ...], which need not be among them unless
-        they are to `keep`."""
+        """The rows of all ranks in order [size T, ...], from this rank's [T, ...]. Unless `keep`, this rank's own rows
+        may be missing."""
         if self.group is None:
             return ready(x)
         if self.rows is None or not self.rows.fits(x.numel(), x):
@@ -77,7 +77,7 @@ class RowGroup:
         return AsyncResult((work,), lambda: self._add(partial[self._own(partial.shape[0])], arrived), arrived, partial)
 
     def all_to_all(self, sent: Tensor) -> AsyncResult[Tensor]:
-        """What each rank has for this one [size, ...], from what this one has for each [size, ...]."""
+        """What each rank has for this one [size, ...], given what this one has for each [size, ...]."""
         if self.group is None:
             return ready(sent)
         sent = sent.contiguous()
@@ -93,8 +93,8 @@ class RowGroup:
         return AsyncResult((LayerWork(work, self.group),), lambda: received, sent)
 
     def pass_on(self, sent: Tensor, buffer: Tensor, to: int, source: int) -> AsyncResult[Tensor]:
-        """Sends to rank `to` of the group and receives into `buffer` from rank `source`. No other rank of the group has
-        to take part, unless `rows` exchanges."""
+        """Sends to rank `to` of the group and receives into `buffer` from rank `source`. No other rank has to take
+        part, unless `rows` is used."""
         assert self.group is not None
         work: Arrival
         if self.rows is not None and self.rows.fits(sent.numel(), sent):
@@ -105,11 +105,11 @@ class RowGroup:
         return AsyncResult((LayerWork(work, self.group),), lambda: buffer, sent)
 
     def sum(self, counts: Tensor) -> AsyncResult[Tensor]:
-        """Integers, added up over the ranks."""
+        """Sums integers over the ranks."""
         return self._all_reduce(counts, dist.ReduceOp.SUM, lambda each: each.sum(0))
 
     def maximum(self, values: Tensor) -> AsyncResult[Tensor]:
-        """The largest of each over the ranks."""
+        """The elementwise maximum over the ranks."""
         return self._all_reduce(values, dist.ReduceOp.MAX, lambda each: each.amax(0))
 
     def _all_reduce(
@@ -128,21 +128,21 @@ class RowGroup:
         return [index for index in range(self.size) if index != self.rank]
 
     def _rows_of(self, rank: int, rows: int) -> slice:
-        """A rank's of so many rows."""
+        """A rank's share of `rows` rows."""
         return slice(rank * rows // self.size, (rank + 1) * rows // self.size)
 
     def _own(self, rows: int) -> slice:
-        """This rank's of so many rows."""
+        """This rank's share of `rows` rows."""
         return self._rows_of(self.rank, rows)
 
     def _others(self, rows: int) -> list[slice]:
-        """All other rows: those before and those after."""
+        """All other rows: those before this rank's, and those after."""
         own = self._own(rows)
         return [each for each in (slice(0, own.start), slice(own.stop, rows)) if each.start < each.stop]
 
     def _terms(self, slot: Tensor) -> tuple[Tensor, list[tuple[int, int, Tensor]]]:
-        """(partial results [size - 1, T / size, ...] of other ranks for this one's rows, where each is read); `slot`
-        [T, ...] has this rank's for theirs."""
+        """(other ranks' partial results [size - 1, T / size, ...] for this rank's rows, where to read each); `slot` [T,
+        ...] holds this rank's partial results for theirs."""
         own = slot[self._own(slot.shape[0])]
         arrived, start = own.new_empty(len(self._peers), *own.shape), self.rank * own.numel()
         return arrived, [(index, start, term) for index, term in zip(self._peers, arrived, strict=True)]

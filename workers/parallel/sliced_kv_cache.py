@@ -12,14 +12,14 @@ KeysValues = tuple[Tensor, Tensor]  # each [B, M, positions, D]; or their gradie
 class SlicedKVCache:
     """The keys and values of one layer and microbatch, for sequences of `length` tokens cut into slices.
 
-    Slices go forward in order and backward in reverse. Every later slice adds to the gradients of an earlier one, which
-    are summed in float32 or wider until that slice runs its backward.
+    Slices go forward in order and backward in reverse. Every later slice adds to the gradients of earlier ones, which
+    are summed in float32 or wider until their own backward runs.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
         self.buffer: KeysValues | None = None
-        self.gradients: KeysValues | None = None  # of the positions before the slice that ran its backward last
+        self.gradients: KeysValues | None = None  # of positions before the slice whose backward ran last
 
     def extend(self, own: KeysValues, start: int) -> KeysValues:
         """All keys and values up to the end of the slice that starts at position `start`, given its own."""
@@ -31,14 +31,14 @@ class SlicedKVCache:
             self.buffer = keys, values
         end = start + size
         for buffer, new in zip(self.buffer, own, strict=True):
-            # `data`: autograd graphs of earlier slices read other positions, so this is no change to their inputs.
+            # `data`: graphs of earlier slices read other positions, so autograd need not see this as a change.
             buffer.data[:, :, start:end] = new
         return self.buffer[0][:, :, :end], self.buffer[1][:, :, :end]
 
     def slice_grads(self, gradients: KeysValues, start: int) -> KeysValues:
         """The gradients of a slice's own keys and values, given its gradients of all positions up to its end.
 
-        Adds what later slices contributed, and keeps the part of earlier slices.
+        Adds what later slices contributed and keeps the part of earlier slices.
         """
         dtype = gradients[0].dtype
         if self.gradients is not None:

@@ -2,8 +2,8 @@
 
 Between the matrix products a rank holds 1 / tp of the tokens. They are all-gathered before a column-parallel product;
 the partial sums after a row-parallel product are reduce-scattered. Between the GPUs of one host both overlap with the
-product itself: one begins with this rank's own rows while those of others arrive, the other ends with them, after those
-of each peer in turn, which that peer reads meanwhile.
+product itself: a gathered product starts with this rank's own rows while the others arrive; a scattered one ends with
+them, after those of each peer in turn, which the peer reads in the meantime.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, reduce_sca
 from pentad.workers.parallel.row_exchange import RowGroup
 
 X = TypeVar("X")
-SPLIT_ROWS = 1024  # of a rank, from which on its part of a product is computed by itself
+SPLIT_ROWS = 1024  # of a rank; with fewer, its part of a product is not computed separately
 
 
 class TensorParallelGroup(RowGroup):
     """The tp group of a rank."""
 
     def overlaps(self, rows: int, elements: int, like: Tensor) -> bool:
-        """Whether a message of so many elements goes beside the product with these rows of each rank."""
+        """Whether a message of so many elements overlaps with the product, given `rows` rows per rank."""
         return self.rows is not None and rows >= SPLIT_ROWS and self.rows.fits(elements, like)
 
     def multiply_gathered(
         self, gathered: AsyncResult[X], own: X, y: Tensor, product: Callable[[X, slice, Tensor], object]
     ) -> AsyncResult[tuple[X, Callable[[], Tensor]]]:
-        """(what is `gathered`, what completes y [T, N]). `product` writes that of some rows; this rank's, of its `own`,
-        are multiplied while the others arrive."""
+        """(the `gathered` value, a function that completes y [T, N]). `product` writes some rows of y; those of this
+        rank are computed from its `own` rows while the others arrive."""
         product(own, slice(None), y[self._own(len(y))])
 
         def complete(full: X) -> Tensor:
@@ -47,8 +47,8 @@ class TensorParallelGroup(RowGroup):
     def multiply_scattered(
         self, shape: tuple[int, int], like: Tensor, product: Callable[[slice, Tensor], object]
     ) -> AsyncResult[Tensor]:
-        """This rank's rows [T / tp, N] of the sum over ranks of products of the `shape` [T, N], in the dtype of `like`.
-        `product` writes that of some rows: those of each peer, which reads them meanwhile, and last this rank's."""
+        """This rank's rows [T / tp, N] of the sum over ranks of products of `shape` [T, N], in the dtype of `like`.
+        `product` writes some rows: first those of each peer, which reads them in the meantime, then this rank's."""
         assert self.rows is not None and self.group is not None
         slot, tokens = self.rows.slot(shape, like), shape[0]
         arrived, parts = self._terms(slot)
@@ -66,9 +66,9 @@ class TensorParallelGroup(RowGroup):
     def matmul_reduce_scatter(self, x: Tensor, matrix: Tensor) -> AsyncResult[Tensor]:
         """This rank's rows [T / tp, N] of the sum over ranks of x [T, K] @ matrix [K, N].
 
-        Where the process group reduces it, a long product is cut into tiles, each with some rows of every rank: one is
-        reduced while the next is computed. The batched product reads x in place: copying the tiles first cost a dense
-        8B model under tp2 4 % of a step.
+        If the process group does the reduction, a long product is cut into tiles, each with some rows of every rank:
+        one is reduced while the next is computed. The batched product reads x in place: copying the tiles first cost a
+        dense 8B model under tp2 4 % of a step.
         """
         count = num_tiles(x.shape[0])
         is_copied = self.rows is not None and self.rows.fits(x.shape[0] * matrix.shape[1], x)

@@ -1,8 +1,8 @@
 """A rank's ZeRO shard of the matrices that are gathered in 8 bits, cast from its master weights once a step.
 
-The casts are those of the full matrices: all holders of a shard agree on the absolute maximum of each tile, of which
-they may hold a few elements each. So every rank has all scales, and only values are gathered. Parts of a shard, and so
-of a matrix, are whole numbers of 128 x 128 elements in C order, which are parts of rows of 128.
+The casts equal those of the full matrices: all holders of a shard agree on the absolute maximum of each tile, of which
+each may hold only a few elements. So every rank has all scales, and only values are gathered. Parts of a shard, and
+thus of a matrix, are multiples of 128 x 128 elements in C order and consist of parts of rows 128 elements long.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pentad.kernels.optimizer.param_remainders import nearest
 from pentad.schedules.spec.zero_layout import ZeroLayout
 from pentad.workers.params.local_tensor import LocalTensor
 
-PIECE = 2**10  # rows of 128 x 128 elements that are cast at a time: 32 MiB of scratch memory in bfloat16
+PIECE = 2**10  # rows of 128 x 128 elements cast at a time: 32 MiB of scratch memory in bfloat16
 
 
 class MatrixPart(NamedTuple):
-    """What a shard has of a matrix: its elements `span` in C order, at `where` among those in 8 bits. `tiles` are those
-    of the matrix among all maxima, in C order, of which `across` lie beside each other. A tile has `height` rows of 128
-    elements; one that is the whole matrix has all of them."""
+    """A shard's part of a matrix: its elements `span` in C order, at `where` among the shard's 8-bit elements. `tiles`
+    are the matrix's tiles among all maxima, in C order, with `across` tiles side by side. A tile has `height` rows of
+    128 elements; a tile that is the full matrix has all of them."""
 
     where: slice
     span: slice
@@ -35,13 +35,13 @@ class MatrixPart(NamedTuple):
 
 
 class Fp8Shard:
-    """`values` are the elements in 8 bits. They and the scales are those of the `master` weights, float32 (or float64),
-    unless it `is_stale`."""
+    """`values` are the 8-bit elements. They and the scales correspond to the `master` weights, float32 (or float64),
+    unless the shard `is_stale`."""
 
     def __init__(
         self, recipe: Recipe, dtype: torch.dtype, tensors: Sequence[LocalTensor], layout: ZeroLayout, master: Tensor
     ) -> None:
-        """Of the last of the local tensors, as many as `layout` says; `dtype` is that of compute."""
+        """The shard of the last local tensors, as many as `layout` says; `dtype` is the compute dtype."""
         self.recipe, self.dtype, self.master = recipe, dtype, master
         self.values = torch.zeros_like(master, dtype=E4M3)
         self.scales, self.parts, self.is_stale = dict[str, Tensor](), list[MatrixPart](), True
@@ -70,7 +70,7 @@ class Fp8Shard:
             tiles.copy_(padded.amax(1))
 
     def cast(self) -> None:
-        """Writes scales and values, once `maxima` are those of all elements of each tile."""
+        """Writes scales and values; `maxima` must by then be those of all elements of each tile."""
         recipe = Recipe("row", power_of_two=self.recipe.power_of_two)
         counts = [each.numel() for each in self.scales.values()]
         of_tiles = scale_of(self.maxima, E4M3, power_of_two=recipe.power_of_two).split(counts)
@@ -89,8 +89,8 @@ class Fp8Shard:
         self.is_stale = False
 
     def _tiles_around(self, part: MatrixPart) -> tuple[Tensor, slice]:
-        """The maxima [.., columns] of the rows of tiles that the part has elements of, and which rows of 128 elements
-        in these tiles, in C order, the part is."""
+        """The maxima [.., columns] of the rows of tiles in which the part has elements, and the part's slice of the
+        rows of 128 elements in these tiles, in C order."""
         across, length = part.across, part.across * part.height
         first, end = part.span.start // TILE, part.span.stop // TILE
         above, below = first // length, -(-end // length)
@@ -99,6 +99,6 @@ class Fp8Shard:
 
 
 def _tiles(local: LocalTensor) -> tuple[int, int]:
-    """Rows and columns of tiles of a matrix, or of those of experts one below the other."""
+    """Rows and columns of tiles of a matrix, or of the matrices of experts stacked on top of each other."""
     columns = local.shape[-1]
     return local.size // columns // TILE, columns // TILE

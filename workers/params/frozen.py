@@ -1,4 +1,4 @@
-"""Frozen weights: a rank's parts of the tensors that LoRA does not train, in the dtype of compute alone, and routing
+"""Frozen weights: a rank's parts of the tensors that LoRA does not train, kept only in the compute dtype, and routing
 biases, which are never rounded."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FrozenWeights = dict[ParamShard, WeightShard]
 def frozen_weights(
     plan: Plan, rank: int, device: torch.device, earlier: tuple[Plan, FrozenWeights] | None = None
 ) -> FrozenWeights:
-    """The frozen weights of a rank: those that it had under an `earlier` plan, else read from the plan's checkpoint,
-    one tensor at a time, or the initial values.
+    """The frozen weights of a rank: those that it had under an `earlier` plan, else those of the plan's checkpoint,
+    read one tensor at a time, or the initial values.
 
     Raises PentadError if the checkpoint is damaged, or a tensor is missing or has another shape.
     """
@@ -40,7 +40,7 @@ def frozen_weights(
 
 
 def _allocate(plan: Plan, shard: ParamShard, rank: int, held: WeightShard | None, device: torch.device) -> WeightShard:
-    """The `held` weights if they are the same part of the same tensors, else zeros."""
+    """The `held` weights if they are the same part of the same tensors, otherwise zeros."""
     layout, local, narrow = zero_layout(plan, shard, rank), local_tensors(plan, shard), DTYPES[plan.dtype]
     if held is not None and (held.layout, held.local_tensors) == (layout, local):
         return held

@@ -1,8 +1,8 @@
-"""Optimizer state and master weights in host memory, and their way through the device when they are updated.
+"""Optimizer state and master weights in host memory, updated by streaming them through the device.
 
-A shard is updated piece by piece. While one is updated on the device, the next ones come and those before go back, on
-streams of their own: both directions of the host link are busy at once. The kernels, and so the bits, are those of
-state that lives on the device.
+A shard is updated piece by piece. While one piece is updated on the device, the next ones arrive and earlier ones
+return, on streams of their own, so that both directions of the host link are busy. The kernels, and so the bits, are
+those of state that lives on the device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Update = Callable[[Sequence[torch.Tensor]], None]
 
 
 class HostShard:
-    """The state of a shard: flat tensors of these lengths and dtypes, zeros, in one piece of host memory; `stream` is
-    its way through the device."""
+    """The state of a shard: flat tensors of these lengths and dtypes, initially zero, in one piece of host memory;
+    `stream` carries it through the device."""
 
     def __init__(self, shapes: Sequence[tuple[int, torch.dtype]], stream: StateStream) -> None:
         device, self.stream = stream.device, stream
@@ -32,7 +32,7 @@ class HostShard:
 
 
 class _Slot:
-    """Memory of the device for one piece, and the events between the streams that use it."""
+    """Device memory for one piece, and the events between the streams that use it."""
 
     def __init__(self, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         self.tensors = [torch.empty(PIECE_ELEMENTS, dtype=dtype, device=device) for dtype in dtypes]
@@ -41,18 +41,18 @@ class _Slot:
 
 
 class StateStream:
-    """The way of a rank's state through its device. `run` for every shard of a step, then `finish`."""
+    """Streams a rank's state through its device. Call `run` for every shard of a step, then `finish`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.slots, self.number = device, list[_Slot](), 0
         self.streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
     def run(self, state: Sequence[torch.Tensor], update: Update) -> None:
-        """Updates pieces of equally long tensors on the host; `update` gets and changes each on the device. The tensors
-        of every call have the same dtypes."""
+        """Updates equally long tensors on the host piece by piece; `update` gets each piece on the device and changes
+        it in place. The tensors of every call have the same dtypes."""
         if not self.slots:
             self.slots = [_Slot([each.dtype for each in state], self.device) for _ in range(PIECES)]
-            for stream in self.streams:  # kernels that were issued before may still use the slots' memory
+            for stream in self.streams:  # kernels issued before may still use the slots' memory
                 stream.wait_stream(torch.cuda.current_stream(self.device))
         for pieces in zip(*(each.split(PIECE_ELEMENTS) for each in state), strict=True):
             slot = self.slots[self.number % PIECES]
@@ -66,7 +66,7 @@ class StateStream:
             self._copy(moved, pieces, 1, slot.updated, slot.returned)
 
     def finish(self) -> None:
-        """What comes next on the current stream, or on its way to the device, finds all of the state on the host."""
+        """Makes the current stream, and later copies to the device, wait until all state is back on the host."""
         if self.streams:
             to_device, to_host = self.streams
             to_device.wait_stream(to_host)

@@ -1,4 +1,4 @@
-"""The parts of tensors, and of the matrices fused into them, that a rank holds."""
+"""The parts that a rank holds of tensors and of the matrices fused into them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pentad.schedules.spec.tensors import Range, Tensor
 
 
 class LocalTensor(NamedTuple):
-    """A rank's part of a tensor: the `ranges` of every dimension, joined, have the shape `shape`."""
+    """A rank's part of a tensor: the `ranges` of every dimension, concatenated, have the shape `shape`."""
 
     tensor: Tensor
     ranges: list[list[Range]]
@@ -45,8 +45,8 @@ class LocalTensor(NamedTuple):
 
 
 class LocalMatrix(NamedTuple):
-    """A rank's part of a matrix [rows, columns]: `own_rows` and `own_columns` of it, which are the elements `start` to
-    `end` of the local tensor that holds it."""
+    """A rank's part of a matrix [rows, columns]: `own_rows` and `own_columns`, which are the elements `start` to `end`
+    of the local tensor that holds it."""
 
     rows: int
     columns: int
@@ -63,7 +63,8 @@ def local_tensors(plan: Plan, shard: ParamShard) -> tuple[LocalTensor, ...]:
 
 
 def local_matrices(local: LocalTensor) -> Iterator[LocalMatrix]:
-    """The matrices of a tensor, expert by expert and in the order of its rows; all tp ranks have parts of the same."""
+    """The matrices of a tensor, expert by expert and in the order of its rows; all tp ranks have parts of the same
+    ones."""
     *stack, row_ranges, (own_columns,) = local.ranges
     borders = pairwise(accumulate(fused_rows(local.tensor), initial=0))
     width, start = own_columns[1] - own_columns[0], 0

@@ -1,7 +1,7 @@
-"""Muon on a mesh: every matrix is put together on one rank, orthogonalized once, and sent back to all its holders.
+"""Muon on a mesh: every matrix is assembled on one rank, orthogonalized once, and sent back to all its holders.
 
-So the result is that of one process, whatever tp, ep, ZeRO and the pipeline do to a matrix. The ranks that hold parts
-of the same matrices share them out by their cost, and exchange them in rounds of bounded size.
+The result is thus that of one process, however tp, ep, ZeRO and the pipeline divide a matrix. The ranks that hold parts
+of the same matrices divide these among themselves by cost, and exchange parts in rounds of bounded size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pentad.workers.params.local_tensor import LocalMatrix, local_matrices, loca
 from pentad.workers.params.update_layout import spans
 from pentad.workers.rank_waits import rank_waits
 
-LARGEST_ROUND = 2**28  # elements; otherwise ROUND_ELEMENTS for each rank of the group
+LARGEST_ROUND = 2**28  # elements at most; ROUND_ELEMENTS for each rank of the group if that is less
 
 
 class Member(NamedTuple):
@@ -34,7 +34,7 @@ class Member(NamedTuple):
 
 
 class MatrixBlock(NamedTuple):
-    """A part of a matrix, as a tp rank holds it: the received `pieces` with these numbers, end to end."""
+    """The part of a matrix that a tp rank holds: the received `pieces` with these numbers, end to end."""
 
     rows: slice
     columns: slice
@@ -50,7 +50,7 @@ class OwnedMatrix(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What goes back to a holder: elements `span` of its block of an owned matrix."""
+    """What is returned to a holder: elements `span` of its block of an owned matrix."""
 
     matrix: int
     rows: slice
@@ -59,11 +59,12 @@ class Result(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One exchange on one rank, which sends `sources` of its directions, makes `matrices` of what it receives, returns
-    `results`, and gets back the `targets` of its directions. Each but the matrices is by rank of the group."""
+    """One exchange on one rank, which sends `sources` of its directions, assembles `matrices` from what it receives,
+    returns `results`, and gets back `targets` of its directions. All but the matrices are indexed by rank of the
+    group."""
 
     sources: list[list[slice]]
-    pieces: list[list[int]]  # elements of what is received
+    pieces: list[list[int]]  # sizes of the pieces received
     matrices: list[OwnedMatrix]
     results: list[list[Result]]
     targets: list[list[slice]]
@@ -83,7 +84,7 @@ class MuonExchange:
         self.rounds = [self._round({n: self.members[owner] for n, owner in each.items()}) for each in owners]
 
     def run(self, directions: torch.Tensor) -> None:
-        """Replaces the directions [num_muon] of this rank's shard by their orthogonalization."""
+        """Orthogonalizes the directions [num_muon] of this rank's shard, in place."""
         for each in self.rounds:
             sources = [[directions[at] for at in parts] for parts in each.sources]
             received = self._exchange(sources, each.pieces, directions)
@@ -96,7 +97,7 @@ class MuonExchange:
     def _exchange(
         self, sent: list[list[torch.Tensor]], sizes: list[list[int]], like: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Sends flat tensors to every rank of the group, and receives those of `sizes` from every one."""
+        """Sends flat tensors to every rank of the group, and receives tensors of these `sizes` from each."""
         flat = torch.cat([like.new_empty(0), *chain(*sent)])
         if self.group is not None:
             counts = [sum(part.numel() for part in parts) for parts in sent]
@@ -106,7 +107,7 @@ class MuonExchange:
         return flat.split(list(chain(*sizes))) if flat.numel() else ()
 
     def _places(self) -> dict[int, list[slice]]:
-        """Where this rank's pieces of each matrix are in its directions, which are in the order of the shard."""
+        """Where this rank's pieces of each matrix lie in its directions, which are in the order of the shard."""
         found = sorted(
             (at.start, number, _size(at))
             for number, matrix in enumerate(self.matrices[self.me.tp])
@@ -119,13 +120,13 @@ class MuonExchange:
         return places
 
     def _pieces(self, member: Member, number: int) -> list[slice]:
-        """The elements of its block of a matrix that a rank holds."""
+        """The elements that a rank holds of its block of a matrix."""
         matrix = self.matrices[member.tp][number]
         return [span for _, span in member.layout.overlap(matrix.start, matrix.end)]
 
     def _senders(self, number: int, owner: Member) -> set[int]:
-        """The ranks whose pieces make up a matrix on its owner: for each distinct block one tp rank, with all ZeRO
-        shards of the owner's copy."""
+        """The ranks whose pieces make up a matrix on its owner: for each distinct block, one tp rank with all ZeRO
+        shards of the owner's replica."""
         blocks: dict[tuple[tuple[int, int], tuple[int, int]], int] = {}
         for tp in (owner.tp, *range(self.plan.mesh.tp)):
             matrix = self.matrices[tp][number]
@@ -134,7 +135,7 @@ class MuonExchange:
         return {self.plan.mesh.move(rank, tp=tp) for rank in ranks for tp in blocks.values()}
 
     def _round(self, owners: dict[int, Member]) -> Round:
-        """The exchange of the matrices with these numbers and owners."""
+        """The exchange of matrices, given their owners by number."""
         me, members = self.me, self.members
         owned: dict[int, list[int]] = {member.rank: [] for member in members}
         for number, owner in owners.items():
@@ -168,7 +169,7 @@ class MuonExchange:
         )
 
     def _owned(self, number: int, blocks: dict[int, list[tuple[int, int]]]) -> OwnedMatrix:
-        """The owned matrix from the pieces, (first element, number), of every tp rank's block."""
+        """The owned matrix, from the pieces (first element, number) of every tp rank's block."""
         found = [
             MatrixBlock(*_slices(self.matrices[tp][number]), tuple(piece for _, piece in sorted(pieces)))
             for tp, pieces in blocks.items()
@@ -177,8 +178,8 @@ class MuonExchange:
 
 
 def share_out(sizes: Sequence[tuple[int, int]], ranks: int, limit: int) -> Iterator[dict[int, int]]:
-    """The owner of each matrix of this many (rows, columns), by number and in rounds of at most `limit` elements, or
-    one matrix; the most expensive matrix of a round goes first, to the rank with the least work so far."""
+    """The owner of each matrix with these (rows, columns), by number, in rounds of at most `limit` elements or a single
+    matrix. The most expensive matrix of a round is assigned first, each to the rank with the least work so far."""
     loads = [0] * ranks
     for numbers in _rounds([rows * columns for rows, columns in sizes], limit):
         owners = {}
@@ -207,7 +208,7 @@ def _cost(rows: int, columns: int) -> int:
 
 
 def _muon_matrices(plan: Plan, shard: ParamShard) -> list[LocalMatrix]:
-    """Where the parts of all matrices that Muon updates are in the full buffer of a shard."""
+    """Where the parts of all matrices that Muon updates lie in the full buffer of a shard."""
     return [
         matrix._replace(start=start + matrix.start, end=start + matrix.end)
         for local, start, _ in spans(local_tensors(plan, shard))
@@ -226,7 +227,7 @@ def _slices(matrix: LocalMatrix) -> tuple[slice, slice]:
 
 
 def _assembled(matrix: OwnedMatrix, received: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The full matrix."""
+    """The full matrix, from the pieces received."""
     full = like.new_empty(matrix.rows, matrix.columns)
     for block in matrix.blocks:
         target = full[block.rows, block.columns]
@@ -235,7 +236,7 @@ def _assembled(matrix: OwnedMatrix, received: Sequence[torch.Tensor], like: torc
 
 
 def _orthogonalized(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The orthogonalized matrices; those of one shape together."""
+    """The orthogonalized matrices; those of the same shape are batched."""
     by_shape: dict[torch.Size, list[int]] = {}
     for number, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(number)

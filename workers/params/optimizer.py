@@ -30,7 +30,7 @@ def clip_scale(norm: torch.Tensor, limit: float | None, dtype: torch.dtype) -> t
     """The factor [1] that clips all gradients, from their global norm, a float64 scalar: min(1, limit / norm), or 1
     without a limit.
 
-    NaN if the norm is not finite: `adamw_` then skips the step, and the host need not look.
+    NaN if the norm is not finite: `adamw_` then skips the step, and the host need not check.
     """
     factor = torch.ones_like(norm) if limit is None else (limit / norm).clamp(max=1.0)
     return torch.where(torch.isfinite(norm), factor, torch.nan).to(dtype).view(1)
@@ -43,7 +43,7 @@ def step(
     scale: torch.Tensor,
     directions: torch.Tensor | None = None,
 ) -> None:
-    """Step `number` (from 0), with gradients times `scale` [1]. Muon needs the orthogonalized `directions`."""
+    """Step `number` (from 0), with gradients multiplied by `scale` [1]. Muon needs the orthogonalized `directions`."""
     for run in parameters.updates.runs:
         index = run.where
         master, m, gradient = parameters.master_weights(index), parameters.m[index], parameters.gradient[index]
@@ -59,7 +59,7 @@ def step(
 
 
 class _Update:
-    """AdamW of successive pieces of a run, as they come to the device."""
+    """AdamW of successive pieces of a run, as they arrive on the device."""
 
     def __init__(self, gradient: torch.Tensor, out: torch.Tensor | None, scale: torch.Tensor, c: Coefficients) -> None:
         assert out is not None, "compute weights never share memory with master weights on the host"
@@ -75,7 +75,7 @@ class _Update:
 def optimistic_step(
     parameters: Parameters, spec: OptimizerSpec, number: int, directions: torch.Tensor | None = None
 ) -> None:
-    """Writes the compute weights as `step` would with a scale of 1; nothing else changes."""
+    """Writes the compute weights as `step` would with a scale of 1, and changes nothing else."""
     assert parameters.is_apart
     for run in parameters.updates.runs:
         buffers = parameters.compute, parameters.master, parameters.m
@@ -89,7 +89,8 @@ def optimistic_step(
 
 
 def muon_directions(parameters: Parameters, spec: OptimizerSpec, number: int, scale: torch.Tensor) -> torch.Tensor:
-    """What step `number` will orthogonalize [num_muon], in the dtype of compute, from gradients times `scale` [1]."""
+    """What step `number` will orthogonalize [num_muon], in the compute dtype, from gradients multiplied by `scale`
+    [1]."""
     updates = parameters.updates
     found = parameters.compute.new_empty(updates.num_muon)
     for run in updates.runs:

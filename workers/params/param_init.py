@@ -1,8 +1,8 @@
 """Initial parameter values: a function of the run's seed, the tensor's name and the element's position.
 
 Hashed integers are summed and scaled once, so the bits are the same on every device, and any part of a tensor can be
-made without the rest. A sum of eight uniform numbers is close enough to a normal one: its density differs by less than
-0.01 anywhere, and it ends at 4.9 standard deviations.
+computed without the rest. A sum of eight uniform numbers is close enough to a normal one: its density differs by less
+than 0.01 everywhere, and it is bounded by 4.9 standard deviations.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 
 from pentad.schedules.spec.tensors import Range, Tensor
 
-CHUNK = 2**24  # elements made at once
-SUMMANDS = 8  # 16-bit numbers a value, four from each hash
+CHUNK = 2**24  # elements computed at once
+SUMMANDS = 8  # 16-bit numbers per value, four from each hash
 _STD = math.sqrt(SUMMANDS * (2**32 - 1) / 12)  # of their sum
 
 
 def initial_values(
     tensor: Tensor, seed: int, ranges: list[list[Range]] | None = None, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """float32 values of the elements whose indices are in `ranges` of every dimension, or of all elements."""
+    """float32 values of the elements whose indices lie in `ranges` of every dimension; of all elements by default."""
     ranges = ranges or [[(0, size)] for size in tensor.shape]
     indices = [torch.cat([torch.arange(*each, device=device) for each in dim]) for dim in ranges]
     if tensor.scale == 0.0:
@@ -56,7 +56,7 @@ def _normal(position: torch.Tensor, key: int, scale: float) -> torch.Tensor:
 
 
 def _uniform(position: torch.Tensor, key: int, bound: float) -> torch.Tensor:
-    """In the middles of 2^24 equal parts of -bound to bound, which float32 can tell apart."""
+    """The midpoints of 2^24 equal parts of -bound to bound, which float32 can tell apart."""
     return ((_logical_shift(_mix(position + key), 40) * 2 + 1 - 2**24).double() * (bound / 2**24)).float()
 
 
@@ -70,7 +70,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """A right shift without the sign that torch shifts in."""
+    """A right shift that shifts in zeros, where torch would shift in the sign."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 

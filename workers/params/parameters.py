@@ -22,22 +22,22 @@ from pentad.workers.params.update_layout import UpdateLayout, update_layout
 from pentad.workers.params.weight_shard import WeightShard, shard_of
 
 StatePart = tuple[str, LocalTensor, slice, torch.Tensor]  # see Parameters.state_parts
-PIECE = 2**24  # elements that are cast at a time
+PIECE = 2**24  # elements cast at a time
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Parameters(WeightShard):
-    """What a rank holds of a stage's parameters, experts and all else separately, in the order of `local_tensors`.
+    """What a rank holds of a stage's parameters, experts separately from all others, in the order of `local_tensors`.
 
     `gradient` and `m` are its ZeRO shard, [part] ([size] without ZeRO). `m` holds first moments, or Muon's momentum,
-    and `v` [num_adamw] second moments; `updates` says which elements have which. Both have the dtype of optimizer
-    state; `master` [compute_part] and `gradient` are float32 (float64 when compute is). `compute` is `master` itself,
-    or the upper half of its numbers, or if it `is_apart` a copy in the compute dtype. The last elements, which are
-    gathered `in_8_bits`, have master weights there and no `compute`. Layers read `full_weights` and add to
-    `full_gradients`, flat; `compute` and `gradient` are views of them. Both are None where stages share buffers
+    and `v` [num_adamw] second moments; `updates` says which elements have which. Both have the optimizer state's dtype;
+    `master` [compute_part] and `gradient` are float32 (float64 if compute is). `compute` is `master` itself, the upper
+    halves of its numbers or, if it `is_apart`, a copy in the compute dtype. The last elements, which are gathered
+    `in_8_bits`, have their master weights there and no `compute`. Layers read `full_weights` and add to
+    `full_gradients`, both flat; `compute` and `gradient` are views of them. They are None if stages share buffers
     (workers/runtime/zero.py). `master`, `m` and `v` may be in `host` memory. The `router_bias` of a model that LoRA
-    freezes is with its weights.
+    freezes is kept with the frozen weights.
     """
 
     updates: UpdateLayout
@@ -51,23 +51,23 @@ class Parameters(WeightShard):
 
     @property
     def is_apart(self) -> bool:
-        """Whether `compute` has memory that a step writes beside the master weights."""
+        """Whether `compute` has its own memory, which a step writes in addition to the master weights."""
         return self.compute is not self.master and not isinstance(self.master, SplitFloat32)
 
     def master_weights(self, where: slice) -> torch.Tensor:
-        """Those of elements of the shard that are all in `compute`, or none of them."""
+        """The master weights of elements of the shard, either all or none of which are in `compute`."""
         border = self.layout.compute_part
         if self.in_8_bits is None or where.start < border:
             return self.master[where]
         return self.in_8_bits.master[where.start - border : where.stop - border]
 
     def master_parts(self) -> Iterator[tuple[LocalTensor, slice, torch.Tensor]]:
-        """As `shard_parts`, of the master weights."""
+        """`shard_parts` of the master weights."""
         return ((local, span, self.master_weights(where)) for local, where, span in self.shard_spans())
 
     def state_parts(self) -> Iterator[StatePart]:
-        """All that a checkpoint holds, kind by kind, tensor by tensor: the kind ('model', 'optimizer.m', ...), the
-        tensor, which of its elements in C order, their values."""
+        """Everything that a checkpoint holds, kind by kind, tensor by tensor: the kind ('model', 'optimizer.m', ...),
+        the tensor, which of its elements in C order, their values."""
         for local, span, values in self.master_parts():
             yield "model", local, span, values
         for method, kinds in STATE_KINDS.items():
@@ -78,15 +78,16 @@ class Parameters(WeightShard):
                         yield kind, part.local, part.span, values
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """All that another rank needs to continue with the same parameters."""
+        """Everything that another rank needs to continue with the same parameters."""
         found = [self.master]
         if isinstance(self.master, SplitFloat32):
-            found = [self.master.high, self.master.low.view(torch.uint8)]  # groups send no int16
+            found = [self.master.high, self.master.low.view(torch.uint8)]  # process groups cannot send int16
         found += [] if self.in_8_bits is None else [self.in_8_bits.master]
         return [*found, self.m, self.v, *([self.router_bias.values] if self.router_bias.layers else [])]
 
     def refresh(self) -> None:
-        """Writes the compute copy from the master weights; that in 8 bits needs the other holders."""
+        """Writes the compute copy from the master weights; marks the 8-bit copy as stale, as casting it needs the other
+        holders."""
         if self.is_apart:
             for out, given in zip(self.compute.split(PIECE), self.master.split(PIECE), strict=True):
                 out.copy_(nearest(given.to(out.device), out.dtype))
@@ -106,7 +107,7 @@ def create_parameters(
 ) -> Parameters:
     """The buffers of a parameter shard on a rank. State in host memory is updated through `stream`.
 
-    Initial values depend only on the seed and the tensors' names; `initial` overrides them by full tensors. `blank`
+    Initial values depend only on the seed and the tensors' names; full tensors in `initial` override them. `blank`
     buffers are zeros, for state that comes from a checkpoint or another rank.
     """
     layout = zero_layout(plan, shard, rank)
@@ -147,7 +148,8 @@ def create_parameters(
 
 
 def _master(plan: Plan, compute: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """The master weights of `compute`. With post-validation `compute` can be a step ahead, so they share no memory."""
+    """The master weights of `compute`. With post-validation `compute` may be a step ahead, so they do not share
+    memory."""
     if has_post_validation(plan.program):
         return torch.zeros_like(compute, dtype=wide)
     return compute if compute.dtype is wide else SplitFloat32(compute, torch.zeros_like(compute, dtype=torch.int16))
@@ -167,7 +169,7 @@ def _in_8_bits(
 def initialize(
     parameters: Parameters, seed: int, device: torch.device, initial: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Gives parameters their initial values: by seed and name, made on the device, or those of `initial` tensors."""
+    """Sets the initial values: computed on the device from seed and names, or taken from `initial` tensors."""
     for part, span, values in parameters.master_parts():
         if initial is not None:
             value = part.slice_of(initial[part.name])

@@ -1,5 +1,5 @@
-"""The load of experts, and auxiliary-loss-free balancing: a bias for each, moved towards an even load (arXiv
-2408.15664)."""
+"""The load of experts, and auxiliary-loss-free balancing: each expert has a bias that is moved towards an even load
+(arXiv 2408.15664)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.rank_waits import rank_waits
 
-LOAD_EVERY = 10  # steps between two whose load ranks report
+LOAD_EVERY = 10  # ranks report the load once in so many steps
 
 
 def reports_load(step: int) -> bool:
@@ -21,15 +21,15 @@ def reports_load(step: int) -> bool:
 
 
 def updated_bias(bias: torch.Tensor, load: torch.Tensor, rate: float) -> torch.Tensor:
-    """The bias [..., E] after a step that sent `load` [..., E] int64 tokens to each expert: up by `rate` below the mean
-    load, down above it (arXiv 2408.15664, algorithm 1). Integers are compared, so the result does not depend on the
-    mesh."""
+    """The bias [..., E] after a step that sent `load` [..., E] int64 tokens to each expert: up by `rate` if below the
+    mean load, down if above it (arXiv 2408.15664, algorithm 1). Integers are compared, so the result does not depend on
+    the mesh."""
     return bias + rate * torch.sign(load.sum(-1, keepdim=True) - load.shape[-1] * load).to(bias.dtype)
 
 
 class RouterBias(NamedTuple):
     """The biases of a stage's experts, `values` [layers, E]; in master precision, as a step moves them by less than
-    bfloat16 resolves."""
+    bfloat16 can resolve."""
 
     layers: tuple[int, ...]
     values: torch.Tensor
@@ -41,7 +41,8 @@ class RouterBias(NamedTuple):
 
 
 def router_biases(plan: Plan, shard: ParamShard, dtype: torch.dtype, device: torch.device) -> RouterBias:
-    """Zeros for the experts of a stage, with its parameters, or with LoRA its frozen weights, that are not experts'."""
+    """Zeros for a stage's experts, if this shard is the one that holds its biases: its parameters other than experts
+    or, with LoRA, its frozen weights other than experts. Otherwise empty."""
     is_theirs = not shard.experts and shard.frozen == (plan.lora is not None)
     layers, experts = plan.router_bias_layers(shard.stage) if is_theirs else (), plan.model.experts
     return RouterBias(
@@ -51,7 +52,7 @@ def router_biases(plan: Plan, shard: ParamShard, dtype: torch.dtype, device: tor
 
 class ExpertLoad:
     """The visits of this rank's tokens to the experts of a stage's `layers`: `counts` [layers, E] int64, to which
-    layers add by name."""
+    layers add through `by_name`."""
 
     def __init__(self, layers: Iterable[int], experts: int, device: torch.device) -> None:
         self.layers = tuple(layers)
@@ -78,9 +79,9 @@ class PendingLoad(NamedTuple):
 
 
 class LoadBalancer:
-    """Moves a stage's biases by `rate` a step; 0: they stay.
+    """Moves a stage's biases by `rate` a step; with 0 they stay.
 
-    Layers read the biases of `by_name`; `total_load` [layers, E] is what all ranks have counted in the last step.
+    Layers read the biases in `by_name`; `total_load` [layers, E] is what all ranks have counted in the last step.
     """
 
     def __init__(self, bias: RouterBias, rate: float, load: ExpertLoad) -> None:

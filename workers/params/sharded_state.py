@@ -1,8 +1,8 @@
-"""How checkpoints store split tensors: every rank's part by itself, under a name that says which part it is.
+"""How checkpoints store split tensors: every rank's part separately, under a name that says which part it is.
 
-`model.embedding` is a full tensor; `model.embedding@0-150,0-16` are rows 0 to 149 and columns 0 to 15 of it. Several
+`model.embedding` is a full tensor; `model.embedding@0-150,0-16` are its rows 0 to 149 and columns 0 to 15. Several
 ranges of a dimension are joined by `+`. Any mesh can assemble the parts that another one wrote. Ranks that hold the
-same part, or ZeRO shards of it, write a piece of it each (see `Piece`).
+same part, or ZeRO shards of it, each write a piece of it (see manifest.StoredPart).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pentad.workers.checkpoint.manifest import piece_name
 from pentad.workers.params.local_tensor import LocalTensor
 from pentad.workers.params.parameters import Parameters, StatePart
 
-READ_ELEMENTS = 2**23  # of a tensor, which a thread reads at a time
+READ_ELEMENTS = 2**23  # of a tensor, read by a thread at a time
 READ_BYTES = 4 * READ_ELEMENTS
-StateRead = Callable[[torch.Tensor], object]  # which gets a buffer [READ_BYTES]
+StateRead = Callable[[torch.Tensor], object]  # called with a buffer [READ_BYTES]
 _ASSEMBLING = BoundedSemaphore(4)  # full tensors in memory at once
 
 
@@ -38,10 +38,10 @@ def shard_file(plan: Plan, shard: ParamShard, index: int, count: int) -> str:
 
 
 def checkpoint_tensors(parameters: Parameters, shard: ParamShard, index: int, count: int) -> dict[str, torch.Tensor]:
-    """What a rank stores of a parameter shard, by kind and name, as views: part `index` of `count` equal ones of what
+    """What a rank stores of a parameter shard, by kind and name, as views: part `index` of `count` equal parts of what
     it holds.
 
-    Tensors replicated over tp are stored by the first rank, tied copies not at all.
+    Tensors replicated over tp are stored by the first tp rank, tied copies not at all.
     """
     parts = [
         (kind, local, span, values)
@@ -56,7 +56,7 @@ def checkpoint_tensors(parameters: Parameters, shard: ParamShard, index: int, co
 
 
 def _cut(parts: Sequence[StatePart], index: int, count: int) -> Iterator[StatePart]:
-    """Equal numbers of elements, and so at most `count` tensors that are cut."""
+    """Part `index` of `count` parts with equally many elements, so that at most `count` tensors are cut."""
     total = sum(values.numel() for *_, values in parts)
     begin, end, at = total * index // count, total * (index + 1) // count, 0
     for kind, local, span, values in parts:
@@ -67,10 +67,11 @@ def _cut(parts: Sequence[StatePart], index: int, count: int) -> Iterator[StatePa
 
 
 def state_reads(source: Checkpoint, part: StatePart) -> Iterator[StateRead]:
-    """What reads a part of the state from a checkpoint, in any order and at once.
+    """Functions that read a part of the state from a checkpoint, in any order and concurrently.
 
-    If the tensor is stored in the same parts, of which pieces may be in several files, nothing else is read, and at
-    most READ_ELEMENTS at a time, so that threads share a large tensor. Otherwise as `read_full`, once.
+    If the tensor is stored in the same parts, whose pieces may be in several files, they read nothing else, at most
+    READ_ELEMENTS at a time so that threads share a large tensor. Otherwise one function reads all of it, as
+    `read_full`.
     """
     kind, local, span, values = part
     name = f"{kind}.{local.tensor.tied_to or local.name}"
@@ -94,10 +95,10 @@ def _read_assembled(
 
 
 def read_full(source: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A full tensor, whatever parts it was stored in.
+    """A full tensor, in whatever parts it was stored.
 
-    Optimizer state is zeros if the checkpoint has none, as an imported one, or has that of another optimizer for this
-    tensor. Raises PentadError where a part is missing or has another shape.
+    Optimizer state is zeros if the checkpoint has none, such as an imported one, or has another optimizer's for this
+    tensor. Raises PentadError if a part is missing or has another shape.
     """
     if name.startswith("optimizer.") and not _has_state(source, name):
         return torch.zeros(shape)
@@ -118,7 +119,8 @@ def read_full(source: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Te
 
 
 def _has_state(source: Checkpoint, name: str) -> bool:
-    """Whether a checkpoint should have this optimizer state: it has some, and none of another kind for the tensor."""
+    """Whether a checkpoint should have this optimizer state: it has some state, but none of another kind for the
+    tensor."""
     stored = {key.partition("@")[0] for key in source.tensors if key.startswith("optimizer.")}
     tensor = name.split(".", 2)[2]
     return name in stored or (bool(stored) and not any(key.split(".", 2)[2] == tensor for key in stored))
@@ -131,12 +133,12 @@ def stored_dtype(source: Checkpoint, name: str) -> torch.dtype | None:
 
 
 def optimizer_kinds(source: Checkpoint) -> list[str]:
-    """The kinds of the optimizer's state, without the prefix: m, v."""
+    """The kinds of optimizer state, without the prefix: m, v."""
     return sorted({name.split(".")[1] for name in source.tensors if name.startswith("optimizer.")})
 
 
 class TensorAssembly:
-    """A tensor put together from its parts."""
+    """A tensor assembled from its parts."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.seen = torch.zeros(shape, dtype=torch.bool)
@@ -144,11 +146,11 @@ class TensorAssembly:
 
     @property
     def missing(self) -> int:
-        """Elements that no part has had so far."""
+        """The number of elements that no part has contained so far."""
         return int((~self.seen).sum())
 
     def add(self, part: torch.Tensor, name: str) -> None:
-        """Writes a part, flat or in its shape, to the ranges in its stored name."""
+        """Writes a part, flat or shaped, to the ranges in its stored name."""
         if not self.tensor.numel():
             self.tensor = part.new_empty(self.seen.shape)
         ranges = _ranges(name) if "@" in name else [[(0, size)] for size in self.seen.shape]
@@ -160,7 +162,7 @@ class TensorAssembly:
 
 
 def stored_name(local: LocalTensor, tensor: str = "") -> str:
-    """The name of a part of a tensor, by default of its own, in a checkpoint."""
+    """The name in a checkpoint of a part of `tensor`, by default the local tensor's own name."""
     name = tensor or local.name
     if local.is_full:
         return name
@@ -174,7 +176,7 @@ def _ranges(name: str) -> list[list[Range]]:
 
 
 def _slices(ranges: list[Range]) -> Iterator[tuple[slice, slice]]:
-    """Where each range of a dimension is in the full tensor, and in the part."""
+    """Where each range of a dimension is in the full tensor and in the part."""
     offset = 0
     for start, end in ranges:
         yield slice(start, end), slice(offset, offset + end - start)

@@ -1,4 +1,4 @@
-"""Steps that are spikes are found on the device, from values that all ranks have, before any state changes."""
+"""Finds spikes on the device, from values that all ranks have, before a step changes any state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ TENSOR = "spikes.window"  # in a checkpoint
 
 
 class SpikeFilter:
-    """Compares each step with the last ones, as OLMo-core's SkipStepOptimizer, but a value below the mean is no spike.
+    """Compares each step with the last ones, like OLMo-core's SkipStepOptimizer, except that a value below the mean is
+    no spike.
 
-    `window` [2, steps] float64 holds their losses per token and global gradient norms, the newest last and NaN where
+    `window` [2, steps], float64, holds their losses per token and global gradient norms, the newest last, NaN where
     there are none yet. It is part of the training state: equal on all ranks, saved and restored.
     """
 
@@ -21,10 +22,10 @@ class SpikeFilter:
         self.window = torch.full((2, spec.window), torch.nan, dtype=torch.float64, device=device)
 
     def filtered(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """The norm, or NaN if the step, with this loss per token, is a spike or not finite: its update is then skipped.
+        """The norm, or NaN if the step with this loss per token is a spike or not finite; its update is then skipped.
 
-        All are float64 scalars. A spike enters the window, so that a level that lasts becomes normal; a value that is
-        not finite does not.
+        All are float64 scalars. A spike enters the window, so that a lasting level becomes normal; a value that is not
+        finite does not.
         """
         values = torch.stack([loss, norm])
         known = self.window.isfinite()
@@ -38,7 +39,7 @@ class SpikeFilter:
         return torch.where(finite & ~is_spike, norm, torch.nan)
 
     def load(self, saved: torch.Tensor | None) -> None:
-        """Takes over the newest steps of a saved window of any length; without one, begins anew."""
+        """Takes over the newest steps of a saved window of any length; without one, starts over."""
         self.window.fill_(torch.nan)
         if saved is not None:
             count = min(saved.shape[1], self.window.shape[1])

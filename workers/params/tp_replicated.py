@@ -1,7 +1,7 @@
-"""Parameters replicated over tp ranks: norms, routers, and key-value heads when there are fewer of them than ranks.
+"""Parameters replicated over tp ranks: norms, routers, and key-value heads if there are fewer of them than ranks.
 
-Each rank's gradient covers only its own tokens or query heads. They are summed over the tp ranks after all other
-reductions, just before the gradient norm, which counts every element once.
+Each rank's gradient covers only its own tokens or query heads. The gradients are summed over the tp ranks after all
+other reductions, just before the gradient norm, which counts every element once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ReplicatedGradients:
         self.parameters = parameters
         tp, tp_rank = plan.mesh.tp, plan.mesh.coordinates(rank).tp
         self.slices: list[ReplicatedSlice] = []
-        # Copies of another stage's tensors, which counts them.
+        # Copies of another stage's tensors; that stage counts them.
         self.tied = [index for local, index, _ in parameters.shard_spans() if local.tensor.tied_to]
         self.size = 0
         for local, start, _ in parameters.spans() if tp > 1 else ():
@@ -69,9 +69,10 @@ class ReplicatedGradients:
 
 
 def _replicated(local: LocalTensor, tp: int, tp_rank: int) -> Iterator[tuple[int, int, int, int, bool]]:
-    """(first, size, offset, total, counts) of runs of elements that other tp ranks hold too.
+    """(first, size, offset, total, counts) of runs of elements that other tp ranks hold, too.
 
-    `first` is in the local tensor, `offset` among `total` such elements of all ranks; `counts`: this rank counts them.
+    `first` is a position in the local tensor, `offset` one among the `total` such elements of all ranks; `counts`: this
+    rank counts them.
     """
     splits = [split for split in local.tensor.splits if split.axis == "tp"]
     if not splits:

@@ -1,4 +1,4 @@
-"""Which elements of a shard the optimizer updates alike, and where it keeps their state."""
+"""Which elements of a shard the optimizer updates alike, and where their state is."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pentad.workers.params.local_tensor import LocalTensor, local_matrices
 class TensorPart(NamedTuple):
     """Elements `span` of a local tensor, which a shard holds at `where`.
 
-    With AdamW their second moments are at `place` in the second moments of the shard, which Muon's elements do not
-    have; with Muon their directions are at `place` in its directions, which only Muon's elements have.
+    With AdamW, their second moments are at `place` among those of the shard, where Muon's elements have none; with
+    Muon, their directions are at `place` among those of the shard, where only Muon's elements have any.
     """
 
     local: LocalTensor
@@ -25,8 +25,8 @@ class TensorPart(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive elements of a shard that are updated alike; `place` is as in TensorPart. The learning rate of Muon's
-    counts `adjustment` times."""
+    """Consecutive elements of a shard that are updated alike; `place` is as in TensorPart. Muon multiplies the learning
+    rate by `adjustment`."""
 
     where: slice
     rule: UpdateRule
@@ -35,8 +35,8 @@ class Run(NamedTuple):
 
 
 class UpdateLayout(NamedTuple):
-    """`rules` are those of the local tensors; `parts` and `runs` are in the order of the shard, whose elements are
-    `num_adamw`, padding included, and `num_muon`."""
+    """`rules` are those of the local tensors; `parts` and `runs` are in the order of the shard, of whose elements
+    `num_adamw` (including padding) and `num_muon` use these methods."""
 
     rules: tuple[UpdateRule, ...]
     parts: tuple[TensorPart, ...]
@@ -59,7 +59,7 @@ def update_layout(spec: OptimizerSpec, local_tensors: Sequence[LocalTensor], lay
     for index, of in sorted(found, key=lambda each: each[0].start):
         size = index.stop - index.start
         if of is None:
-            rule = last._replace(method="adamw")  # keeps the zeros of the padding
+            rule = last._replace(method="adamw")  # keeps the padding zero
             runs.append(Run(index, rule, 1.0, place_of(rule, size)))
             continue
         span, local = of
@@ -71,7 +71,7 @@ def update_layout(spec: OptimizerSpec, local_tensors: Sequence[LocalTensor], lay
 
 
 def spans(local_tensors: Sequence[LocalTensor]) -> Iterator[tuple[LocalTensor, int, int]]:
-    """The local tensors with where each starts and ends among all parameters of the stage."""
+    """The local tensors, each with its start and end among all parameters of the stage."""
     start = 0
     for local in local_tensors:
         yield local, start, start + local.size
@@ -79,7 +79,7 @@ def spans(local_tensors: Sequence[LocalTensor]) -> Iterator[tuple[LocalTensor, i
 
 
 def _runs(spec: OptimizerSpec, part: TensorPart) -> Iterator[Run]:
-    """The runs of one part: matrices that are fused into a tensor can have different adjustments."""
+    """The runs of one part: matrices fused into one tensor can have different adjustments."""
     at, span, place = part.where, part.span, part.place
     if part.rule.method == "adamw":
         yield Run(part.where, part.rule, 1.0, place)
@@ -93,8 +93,8 @@ def _runs(spec: OptimizerSpec, part: TensorPart) -> Iterator[Run]:
 
 
 def _merged(runs: Sequence[Run], border: int) -> Iterator[Run]:
-    """Neighbours that are updated alike become one run, but not across the border between what is gathered in the dtype
-    of compute and in 8 bits."""
+    """Joins neighbours that are updated alike into one run, but not across the border between what is gathered in the
+    compute dtype and in 8 bits."""
     if not runs:
         return
     current = runs[0]

@@ -1,4 +1,4 @@
-"""The weights of one parameter shard on a rank: a flat buffer, cut by ZeRO, and the tensors in it by name."""
+"""The weights of one parameter shard on a rank: a flat buffer, sharded by ZeRO, and the tensors in it by name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from pentad.workers.params.update_layout import spans
 @dataclass(frozen=True)
 class WeightShard:
     """`compute` [compute_part] is this rank's ZeRO shard of the weights ([size] without ZeRO), in the order of
-    `local_tensors` and in the dtype of compute, but for those that are gathered in 8 bits. `full_weights`
-    [padded_size], of which it is a view, is None where stages share buffers (workers/runtime/zero.py). `router_bias` is
-    not sharded; it comes with the weights that are not experts', as every rank of the stage needs it.
-    """
+    `local_tensors` and in the compute dtype, except for those that are gathered in 8 bits. It is a view of
+    `full_weights` [padded_size], which is None if stages share buffers (workers/runtime/zero.py). `router_bias` is not
+    sharded; it belongs to the weights other than experts, as every rank of the stage needs it."""
 
     local_tensors: tuple[LocalTensor, ...]
     layout: ZeroLayout
@@ -29,7 +28,7 @@ class WeightShard:
     router_bias: RouterBias
 
     def spans(self) -> Iterator[tuple[LocalTensor, int, int]]:
-        """The local tensors with where each starts and ends among all of them, without padding."""
+        """The local tensors, each with its start and end among all of them, without padding."""
         return spans(self.local_tensors)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -41,7 +40,7 @@ class WeightShard:
         return found
 
     def weight_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The local tensors in full weights [gathered_size], by name, some perhaps in 8 bits."""
+        """The local tensors in full weights [gathered_size], by name; some may be in 8 bits."""
         plain, narrow = self.gathered_parts(flat)
         border, found = self.layout.size - self.layout.in_8_bits, dict[str, torch.Tensor]()
         for local, start, end in self.spans():
@@ -50,18 +49,18 @@ class WeightShard:
         return found
 
     def gathered_parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of full weights [gathered_size] those in the dtype of compute, and the bytes of those in 8 bits, as views."""
+        """Views of full weights [gathered_size]: those in the compute dtype, and the bytes of those in 8 bits."""
         border = self.layout.num_shards * self.layout.compute_part
         return flat[:border], flat[border:].view(torch.uint8)
 
     def shard_spans(self) -> Iterator[tuple[LocalTensor, slice, slice]]:
-        """For each tensor with elements in the shard: where they are, and which elements of the tensor."""
+        """For each tensor with elements in the shard: where they are, and which elements of the tensor they are."""
         for local, start, end in self.spans():
             for index, span in self.layout.overlap(start, end):
                 yield local, index, span
 
     def shard_parts(self, shard: torch.Tensor) -> Iterator[tuple[LocalTensor, slice, torch.Tensor]]:
-        """The elements of tensors that a ZeRO shard holds: a tensor, which of its elements in C order, their values."""
+        """The tensors in a ZeRO shard: each tensor, which of its elements in C order, and their values."""
         return ((local, span, shard[index]) for local, index, span in self.shard_spans())
 
 

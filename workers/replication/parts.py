@@ -1,11 +1,11 @@
-"""What a process holds of the copies in memory: its own part of the state after some step, and those of other ranks.
+"""What a process holds of the copies in memory: its own part of the state after some step, and parts of other ranks.
 
-A copy of a step consists of one part per rank, which is what that rank would write to a checkpoint. Each part is in two
-processes: in the rank's own and in another one, its holder. A copy counts once all parts are in both, which the driver
-finds and then tells everybody (`commit`); until then the copy before it is kept.
+A copy of a step consists of one part per rank, which is what that rank would write to a checkpoint. Each part is held
+by two processes: the rank's own and another one, its holder. A copy counts once both have every part, which the driver
+finds out and then announces (`commit`); until then the previous copy is kept.
 
-State that goes to another mesh is a copy, too, of one part per parameter shard, in the processes of all ranks that hold
-the shard (`hand_over`). It counts as soon as all parts are there. Needs no torch.
+State that goes to another mesh is a copy, too, with one part per parameter shard, in the processes of all ranks that
+hold the shard (`hand_over`). It counts as soon as all parts exist. Needs no torch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class CopyKey(NamedTuple):
 
 
 class HeldPart(NamedTuple):
-    """A part that a process holds: of which copy, the part's number (its rank, unless it was handed over), its bytes,
-    and whether the copy counts as far as the process knows."""
+    """A part that a process holds: its copy, its number (the rank, unless it was handed over), its size in bytes, and
+    whether the copy counts, as far as the process knows."""
 
     key: CopyKey
     owner: int
@@ -46,7 +46,8 @@ class HeldPart(NamedTuple):
 
 @dataclass
 class CopyPart:
-    """A part in memory: `data` [bytes]. `memory`, which has it, goes to `recycle` when the part is dropped."""
+    """A part in memory: `data` [bytes]. `memory`, which contains it, is passed to `recycle` when the part is
+    dropped."""
 
     index: Index
     data: np.ndarray
@@ -61,25 +62,25 @@ class HostCopies:
         self.lock = threading.Lock()
         self.parts: dict[tuple[CopyKey, int], CopyPart] = {}
         self.committed = set[CopyKey]()
-        self.spare: list[np.ndarray] = []  # memory of parts of other ranks that were dropped
-        self.own_spare: list[Any] = []  # that of the process's own rank, of `own_bytes` bytes each
+        self.spare: list[np.ndarray] = []  # memory of dropped parts of other ranks
+        self.own_spare: list[Any] = []  # memory of the process's own rank, of `own_bytes` bytes each
         self.own_bytes = -1
 
     def put(self, key: CopyKey, owner: int, part: CopyPart) -> None:
-        """Adds a part, in place of those of this rank that are of no committed copy."""
+        """Adds a part, replacing those of this owner that belong to no committed copy."""
         self.discard(owner)
         with self.lock:
             self.parts[key, owner] = part
 
     def discard(self, owner: int) -> None:
-        """Drops parts of this rank that are of no committed copy."""
+        """Drops the parts of this owner that belong to no committed copy."""
         with self.lock:
             for each in [each for each in self.parts if each[1] == owner and each[0] not in self.committed]:
                 self._drop(each)
 
     def commit(self, key: CopyKey) -> None:
-        """The copy is complete: no other one is needed. Of one that is gone, as a newer one counts, or that never was
-        here, only a driver speaks that is late."""
+        """Marks the copy as complete and drops all others. Ignored if the copy is not here, because it never was or a
+        newer one counts: the driver's message then comes too late."""
         with self.lock:
             if all(held != key for held, _ in self.parts):
                 return
@@ -88,13 +89,13 @@ class HostCopies:
                 self._drop(other)
 
     def hand_over(self, key: CopyKey, number: int, part: CopyPart) -> None:
-        """Adds a part of a copy that needs no `commit`. The one before stays, in case that a part is lost."""
+        """Adds a part of a copy that needs no `commit`. The previous copy stays, in case a part is lost."""
         with self.lock:
             self.committed.add(key)
         self.put(key, number, part)
 
     def forget(self, key: CopyKey | None = None) -> None:
-        """Drops all parts, as the steps in them no longer count, or those of one copy."""
+        """Drops all parts, because the steps in them no longer count, or those of one copy."""
         with self.lock:
             self.committed = {each for each in self.committed if key not in (None, each)}
             for part in [each for each in self.parts if key in (None, each[0])]:
@@ -112,8 +113,7 @@ class HostCopies:
             return None if part is None else part.data
 
     def room(self, size: int) -> np.ndarray:
-        """Memory for a part of another rank, if possible that of one that was dropped. Raises PentadError if there is
-        none."""
+        """Memory for a part of another rank, if possible that of a dropped one. Raises PentadError if there is none."""
         with self.lock:
             for number, memory in enumerate(self.spare):
                 if memory.nbytes == size:

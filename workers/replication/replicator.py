@@ -1,4 +1,4 @@
-"""Copies one rank's part of the state into host memory and to its holder, beside training."""
+"""Copies one rank's part of the state to host memory and to its holder, beside training."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pentad.workers.host_memory import HostMemory
 from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies
 from pentad.workers.replication.transfer import Check, send_part
 
-MEMORIES = 2  # of a rank's own part: of the copy that counts, and of the one that is made
+MEMORIES = 2  # for a rank's own part: of the copy that counts, and of the one being made
 
 
 class SentPart(NamedTuple):
-    """A part that is in its rank's memory and in its holder's: its bytes, and the seconds that the copy to host memory
-    and the transfer took, beside training."""
+    """A part that is now in its rank's and its holder's memory: its size in bytes, and the seconds that the copy to
+    host memory and the transfer took, beside training."""
 
     bytes: int
     snapshot_seconds: float
@@ -27,13 +27,13 @@ class SentPart(NamedTuple):
 
 class Replicator:
     """Replicates the state of one rank and generation, after `reserve`. `request` is for the train thread, `send` for
-    another one."""
+    another thread."""
 
     def __init__(self, copies: HostCopies, rank: int, device: torch.device) -> None:
         self.copies, self.rank, self.snapshots = copies, rank, Snapshots(device, lane="copies")
 
     def reserve(self, files: Files) -> None:
-        """Memory for both, which takes seconds for many GB."""
+        """Allocates memory for both copies, which takes seconds for many GB."""
         if self.copies.own_bytes != (size := snapshot_bytes(files)):
             self.copies.own_spare.clear()
             self.copies.own_spare += [
@@ -42,8 +42,8 @@ class Replicator:
             self.copies.own_bytes = size
 
     def request(self, step: int, files: Files, version: torch.Tensor) -> None:
-        """Has the state of `step` steps, of which `files` are views, copied to host memory. `send` must follow, and
-        raises what goes wrong here."""
+        """Has the state after `step` steps, of which `files` are views, copied to host memory. `send` must follow; it
+        raises any error made here, too."""
         with self.snapshots.failing():
             self.reserve(files)
             if self.snapshots.memory is None:
@@ -51,9 +51,9 @@ class Replicator:
             self.snapshots.request(step, files, version)
 
     def send(self, key: CopyKey, address: str, token: bytes, check: Check) -> SentPart:
-        """Waits for the snapshot; returns once the part is in this process and in that at `address`.
+        """Waits for the snapshot; returns once the part is in this process and in the one at `address`.
 
-        Raises PentadError if the holder does not take it, and what `check` raises.
+        Raises PentadError if the holder does not accept it, and what `check` raises.
         """
         files, snapshot_seconds = self.snapshots.take(key.step, check)
         index, memory = layout(files), self.snapshots.detach()
@@ -72,5 +72,5 @@ class Replicator:
         while spare:
             if (memory := spare.pop()).buffer.numel() == size:
                 return memory
-        # A generation that ended early has taken one with it.
+        # A generation that ended early has kept one.
         return HostMemory(size, self.snapshots.device, "elastic.replicate_every needs")

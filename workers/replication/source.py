@@ -1,4 +1,4 @@
-"""A copy in the memory of ranks as a checkpoint: read like one on a disk, on any mesh."""
+"""Makes a copy in the memory of ranks a checkpoint: it is read like one on disk, on any mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pentad.workers.checkpoint.manifest import Shard, pieces_by_tensor
 from pentad.workers.replication.parts import CopyKey, HeldPart, HostCopies
 from pentad.workers.replication.transfer import Check, open_remote
 
-IN_MEMORY = Path("the memory of ranks")  # what errors name in place of a folder
+IN_MEMORY = Path("the memory of ranks")  # named in errors in place of a folder
 
 
 class FoundPart(NamedTuple):
@@ -25,7 +25,7 @@ class FoundPart(NamedTuple):
 
 
 class CopySource(NamedTuple):
-    """All parts of a copy, for ranks to read. `token` is the run's."""
+    """All parts of a copy, for ranks to read. `token` is the run's token."""
 
     key: CopyKey
     parts: tuple[FoundPart, ...]
@@ -33,8 +33,8 @@ class CopySource(NamedTuple):
 
 
 class LocalPart:
-    """A part in this process as a file, of which `readinto` reads, and `view` returns the next bytes themselves: those
-    of the process's own rank are pinned."""
+    """A part in this process as a file. `readinto` copies, `view` returns the next bytes themselves; those of the
+    process's own rank are pinned."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.at = data, 0
@@ -54,7 +54,7 @@ class LocalPart:
 
 
 def checkpoint_in_memory(source: CopySource, copies: HostCopies, check: Check) -> Checkpoint:
-    """What is in this process is read here, everything else from other ones."""
+    """The checkpoint made of a copy; parts in this process are read directly, all others from other processes."""
     by_file = {file: each for each in source.parts for file in each.part.tensors}
 
     def opened(file: str) -> AbstractContextManager[Any]:
@@ -69,7 +69,7 @@ def checkpoint_in_memory(source: CopySource, copies: HostCopies, check: Check) -
 
 
 def _shards(index: dict[str, dict[str, Any]]) -> Sequence[Shard]:
-    """Their hashes are not needed: bytes are compared when they arrive in a process."""
+    """Shards without hashes: bytes are verified when they arrive in a process."""
     return [Shard(file, 0, "", {name: stored.spec for name, stored in its.items()}) for file, its in index.items()]
 
 

@@ -1,18 +1,18 @@
 """Moves parts between processes, over TCP connections of their own.
 
 Neither side takes part in a collective, so a transfer can neither block one nor be blocked by one; if either process
-dies, the other one gets an error. Whoever connects first sends the run's token, 32 bytes; then a request, as JSON
+dies, the other one gets an error. Whoever connects first sends the run's token, 32 bytes, and then requests, as JSON
 after its length:
 
-    put     announces a part; the answer has the number of the room for it, which is there while the connection is
-    chunk   some bytes for a room, which follow, and then their CRC-32, 4 bytes, little-endian; the answer to the last
-            chunk of a part says that the part is there
-    get     some bytes of a part, which are the answer
+    put     announces a part; the answer has the number of the room for it, which lasts as long as the connection
+    chunk   announces bytes for a room; they follow, and then their CRC-32, 4 bytes, little-endian; the answer to the
+            last chunk of a part says that the part has been stored
+    get     asks for bytes of a part, which follow the answer
 
 The chunks of a part travel over several connections, since one thread cannot keep a fast network busy; each connection
-takes the next one once its last has arrived. What is read back from memory is compared with nothing.
+takes the next chunk once its last has arrived. What is read back from memory is not verified.
 
-The threads that move bytes share Python's lock with the one that trains: system calls move whole chunks.
+The threads that move bytes share the GIL with the one that trains, so each system call moves a full chunk.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.safetensors_header import Stored
 from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies, Index
 
-Check = Callable[[], None]  # raises if the transfer is no longer wanted
+Check = Callable[[], None]  # raises if the transfer has become pointless
 
 CHUNK_BYTES = 16 << 20
-CONNECTIONS = 4  # for a part
-POLL_SECONDS = 0.2  # between two checks while nothing moves
+CONNECTIONS = 4  # connections per part
+POLL_SECONDS = 0.2  # between checks while nothing moves
 CONNECT_SECONDS = 5.0
-IDLE_SECONDS = 60.0  # without a byte, after which a connection is given up
+IDLE_SECONDS = 60.0  # after so long without a byte, a connection is given up
 TOKEN_BYTES = 32
 MAX_REQUEST = 64 << 20  # bytes
 _LENGTH, _CRC, _TIMEVAL = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct("@ll")
-_FOREIGN = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what reading other requests raises
+_FOREIGN = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # raised when foreign requests are read
 
 
 class _Ended(ConnectionError):
@@ -59,7 +59,7 @@ def _nothing() -> None:
 
 
 class CopyServer:
-    """Serves the parts of `copies`, and accepts those of others, at `address`, 'HOST:PORT'."""
+    """Serves the parts of `copies`, and accepts those of other ranks, at `address`, 'HOST:PORT'."""
 
     def __init__(self, copies: HostCopies, host: str, token: bytes) -> None:
         self.server, self.token = _Server((host, 0), _Handler), token
@@ -75,7 +75,7 @@ class CopyServer:
 def send_part(
     address: str, token: bytes, key: CopyKey, owner: int, index: Index, data: np.ndarray, check: Check
 ) -> None:
-    """Stores a rank's part in the process at `address`; on return it is there. Raises OSError if that fails, and what
+    """Stores a rank's part in the process at `address`, where it is on return. Raises OSError if that fails, and what
     `check` raises meanwhile, in any thread."""
     request = {"do": "put", "key": key, "owner": owner, "bytes": data.nbytes, "index": index}
     chunks = range(0, data.nbytes, CHUNK_BYTES)
@@ -91,7 +91,7 @@ def send_part(
                     _send(peer, _CRC.pack(zlib.crc32(chunk)), check)
                     _receive_answer(peer, check)
         except BaseException:
-            for _ in left:  # the part has failed: nobody goes on
+            for _ in left:  # the part has failed: no thread continues
                 pass
             raise
 
@@ -105,7 +105,7 @@ def send_part(
 
 
 class RemotePart:
-    """A part in another process as a file, of which `readinto` reads."""
+    """A part in another process as a file, from which `readinto` reads."""
 
     def __init__(self, peer: socket.socket, key: CopyKey, owner: int, check: Check) -> None:
         self.peer, self.key, self.owner, self.check, self.at = peer, key, owner, check, 0
@@ -124,7 +124,8 @@ class RemotePart:
 
 @contextmanager
 def open_remote(address: str, token: bytes, key: CopyKey, owner: int, check: Check) -> Iterator[RemotePart]:
-    """Raises OSError, even while it is read, if the process at `address` is gone or no longer has the part."""
+    """A part in the process at `address`. Raises OSError, also while it is read, if the process is gone or no longer
+    has the part."""
     with _connected(address, token) as peer:
         yield RemotePart(peer, key, owner, check)
 
@@ -139,8 +140,8 @@ def _connected(address: str, token: bytes) -> Iterator[socket.socket]:
 
 
 def _set_up(peer: socket.socket) -> None:
-    """Has system calls return what they have moved so far after POLL_SECONDS: a time-out of Python's would have them
-    return as soon as they have moved anything."""
+    """Makes system calls return after POLL_SECONDS with what they have moved so far. With Python's own timeouts they
+    would return as soon as they had moved anything."""
     peer.settimeout(None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     seconds, part = divmod(POLL_SECONDS, 1)
@@ -150,8 +151,8 @@ def _set_up(peer: socket.socket) -> None:
 
 @dataclass
 class _Room:
-    """Memory for a part of which `missing` bytes have not arrived. Whoever stores the last ones hands it to the
-    copies."""
+    """Memory for a part of which `missing` bytes have not arrived. Whoever stores the last of them hands the part to
+    the copies."""
 
     key: CopyKey
     owner: int
@@ -179,7 +180,7 @@ class _Handler(socketserver.BaseRequestHandler):
         peer, opened = self.request, list[int]()
         _set_up(peer)
         try:
-            with suppress(OSError, *_FOREIGN):  # the peer learns of it by the end of the connection
+            with suppress(OSError, *_FOREIGN):  # the peer notices when the connection ends
                 token = bytearray(TOKEN_BYTES)
                 _receive(peer, memoryview(token), _nothing)
                 if not hmac.compare_digest(bytes(token), self.server.token):
@@ -199,7 +200,7 @@ class _Handler(socketserver.BaseRequestHandler):
     def _put(self, peer: socket.socket, request: dict[str, Any], opened: list[int]) -> None:
         copies, owner, size = self.server.copies, request["owner"], request["bytes"]
         index = {file: {n: Stored(*stored) for n, stored in its.items()} for file, its in request["index"].items()}
-        copies.discard(owner)  # a part of a copy that failed: its memory is for this one
+        copies.discard(owner)  # a part of a failed copy, whose memory this part can use
         try:
             room = _Room(CopyKey(*request["key"]), owner, index, copies.room(size), size)
         except PentadError as error:
@@ -298,7 +299,7 @@ def _receive(peer: socket.socket, into: memoryview, check: Check) -> None:
 
 
 def _waited(idle: int, check: Check) -> int:
-    """Counts the polls in a row in which nothing moved."""
+    """Counts consecutive polls in which nothing moved."""
     check()
     if idle * POLL_SECONDS > IDLE_SECONDS:
         raise ConnectionError(f"connection reset: nothing moved for {IDLE_SECONDS:g} s")

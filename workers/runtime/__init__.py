@@ -1,1 +1,1 @@
-"""Runs steps: executor, optimizer step, ZeRO, offloading, aborts."""
+"""Runs steps: executor, optimizer step, ZeRO, offloading, a rank's state and its transfer."""

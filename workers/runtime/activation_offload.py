@@ -1,7 +1,7 @@
-"""OFFLOAD and RELOAD: keeps activations in host memory while others need the device's.
+"""OFFLOAD and RELOAD: keep activations in host memory while the device's is needed for others.
 
-Storages are moved, not tensors: a storage is emptied, and later filled again under the tensors that view it, some of
-which only an autograd graph refers to.
+Storages are moved, not tensors: a storage is emptied and later refilled beneath the tensors that view it, some of which
+only an autograd graph refers to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Slice = tuple[int, int]  # stage and microbatch, or a slice of one
 
 
 class Offloaded(NamedTuple):
-    """A storage of `size` bytes: the first ones are in `host`, the others in `rest`, if any."""
+    """A storage of `size` bytes: the leading ones are in `host`, the remainder, if any, in `rest`."""
 
     storage: torch.UntypedStorage
     size: int
@@ -35,14 +35,14 @@ class Offloaded(NamedTuple):
 
 
 class ActivationOffload:
-    """The offloaded activations of one rank. `offload` and `reload` are called on the lanes of these instructions,
-    `release` on the compute lane once that has waited for such an instruction.
+    """The offloaded activations of one rank. `offload` and `reload` are called on the lanes of OFFLOAD and RELOAD,
+    `release` on the compute lane once it has waited for such an instruction.
 
-    The copies lie where `arenas`, by program, say. Where microbatches are uneven, with up to `capacity` tokens, they
-    may have other tensors than was planned, and then cut none for which there is no room. Those within the device are
-    on the compute lane, as they take processors: on another one they would wait until a long kernel leaves some.
-    Tensors come and go in the memory that the compute lane allocates from, so a RELOAD may use what the compute before
-    it has freed. On a CPU the copies are real, but both sides are the same memory.
+    `arenas[program]` says where the copies lie. With uneven microbatches of up to `capacity` tokens, tensors may differ
+    from the planned ones; one that would leave more on the device than there is room for is then not cut. Copies within
+    the device run on the compute lane because they take SMs: on another lane they would wait for a long kernel to leave
+    some free. Storages are resized on the compute lane, so a RELOAD may reuse what the compute before it has freed. On
+    a CPU the copies are real, but both sides are the same memory.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class ActivationOffload:
         return ActivationOffload(arenas, plan.offload_slots, fractions, lanes, device, capacity=plan.batch.capacity)
 
     def reserve(self, memory: HostMemory | None = None) -> HostMemory:
-        """Memory for activations and their copies, before the first step: that of the host, which is returned, is that
-        of an earlier generation, if it fits. Raises PentadError if the host has too little that can be pinned."""
+        """Allocates memory for activations and their copies before the first step. Returns the host memory: that of an
+        earlier generation, if its size fits. Raises PentadError if the host cannot pin enough."""
         if self.memory is not None:
             return self.memory
         host, rests = (max(each.bytes[side] for each in self.arenas) for side in (0, 1))
@@ -86,32 +86,31 @@ class ActivationOffload:
         return self.memory
 
     def close(self) -> None:
-        """What is allocated next may be shared with peers."""
+        """Makes allocations shareable with peers again."""
         self._expand_segments(on=False)
 
     def _expand_segments(self, *, on: bool) -> None:
-        """Tensors of many sizes that come and go leave holes in torch's segments, into which the next large one does
-        not fit: 20 GiB were measured beside 112 GiB of tensors. Segments that expand give back the pages of holes, but
-        cannot be shared: what peers map is allocated before."""
+        """Tensors of many sizes that come and go leave holes in torch's segments that the next large one does not fit
+        into: 20 GiB of holes were measured beside 112 GiB of tensors. Expandable segments give back the pages of holes,
+        but cannot be shared, so what peers map is allocated before."""
         if self.device.type == "cuda" and on != self.is_expanding:
             torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")
             self.is_expanding = on
 
     def begin(self, program: int) -> None:
-        """A step of this program of the plan follows."""
+        """Prepares for a step of this program of the plan."""
         self.arena = self.arenas[program]
 
     def stays(self, unit: int, tokens: int) -> bool:
-        """Whether a microbatch with so few tokens stays on the device: all of it is no more than what stays of one with
-        `capacity` tokens."""
+        """Whether a microbatch with so few tokens stays on the device: it takes no more than the part that stays of a
+        microbatch with `capacity` tokens."""
         return tokens <= (1 - self.fractions[unit]) * self.capacity
 
     def offload(self, key: Slice, storages: list[torch.UntypedStorage], tokens: Tokens | None = None) -> None:
         """OFFLOAD: copies the unit's share of the storages' bytes; the lane has waited for the forward. With data-aware
-        groups nothing of a microbatch of which neither this rank nor those that send it tokens for its experts have
-        many.
+        groups, nothing is copied if neither this rank nor those that send tokens to its experts have many tokens.
 
-        Raises PentadError if that is more than the plan has room for.
+        Raises PentadError if the share exceeds the room that was planned.
         """
         assert self.memory is not None
         at, rest_at = self.arena.offsets[key]
@@ -137,7 +136,7 @@ class ActivationOffload:
             at += moved
 
     def reload(self, key: Slice) -> None:
-        """RELOAD: fills the storages again."""
+        """RELOAD: refills the storages."""
         with self._on_compute_lane():
             for each in self.offloaded[key]:
                 each.storage.resize_(each.size)
@@ -145,8 +144,8 @@ class ActivationOffload:
             _bytes(storage)[: host.nbytes].copy_(host, non_blocking=True)
 
     def release(self, waits: Iterable[Key]) -> None:
-        """Frees what an instruction of the compute lane takes over from the OFFLOADs that it waits for, and completes
-        what its RELOADs have brought back."""
+        """Called when a compute instruction has waited for `waits`: frees the storages that OFFLOADs among them have
+        copied, and completes those that RELOADs have brought back."""
         for op, stage, microbatch in waits:
             if op is Op.OFFLOAD:
                 for each in self.offloaded[stage, microbatch]:
@@ -160,10 +159,10 @@ class ActivationOffload:
         return torch.cuda.stream(self.compute) if self.compute is not None else nullcontext()
 
     def discard(self) -> None:
-        """Forgets everything offloaded, after every copy has ended."""
+        """Forgets everything offloaded; all copies must have ended."""
         self.offloaded.clear()
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A new tensor on a storage: autograd does not see changes of it."""
+    """A new tensor on a storage, whose changes autograd does not see."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -41,9 +41,9 @@ ENDS = frozenset({Op.LOSS, Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})
 class Executor:
     """Runs programs with the stages, process groups and lanes of one rank.
 
-    `issued` are the steps whose results nobody has read, `host_seconds[step]` is how long the host took to issue one.
-    Before every instruction, and while it waits, the host calls `check`, which raises Aborted once the generation is
-    over. With `graphs` steps that repeat are launched from them.
+    `issued` holds the steps whose results have not been read; `host_seconds[step]` is how long the host took to issue
+    one. Before every instruction, and while it waits, the host calls `check`, which raises Aborted once the generation
+    is over. With `graphs`, steps that repeat are launched as CUDA graphs.
     """
 
     stages: dict[int, BaseStage]
@@ -61,25 +61,25 @@ class Executor:
 
     def __post_init__(self) -> None:
         log = self.progress if isinstance(self.lanes, HostStreams) else self.lanes.progress
-        host_waits.log = None if self.groups.layers.pool else log  # those of a pool's groups do not wait equally often
+        host_waits.log = None if self.groups.layers.pool else log  # groups of a pool do not wait equally often
         self.progress.counts_waits = host_waits.log is self.progress
         self.running: RankProgram | None = None
         self.results: dict[Key, Any] = {}
-        self.sent: dict[Key, Any] = {}  # by SEND, which may still read it
+        self.sent: dict[Key, Any] = {}  # by SEND, which may still be reading it
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
         self.valid, self.restart, self.target_tokens = True, False, 0
-        self.empty: frozenset[int] = frozenset()  # microbatches of the step that are left out
+        self.empty: frozenset[int] = frozenset()  # microbatches of the step that are skipped
         self.issued = dict[int, IssuedStep]()
-        self.fp8_samples = dict[int, list[PendingSamples]]()  # by step, of its stages
+        self.fp8_samples = dict[int, list[PendingSamples]]()  # by step, one for each stage
         self.expert_loads = dict[int, list[PendingLoad]]()  # likewise
         self.rehearses = False
         self.kept: KeptGradients | None = None
-        self.gradient_sums = dict[int, PendingSums]()  # by step that was compared
+        self.gradient_sums = dict[int, PendingSums]()  # by step compared
 
     def run(
         self, program: RankProgram, step: int, batch: Batch, marked: Callable[[RunAction], RunAction] | None = None
     ) -> None:
-        """Issues one step; `marked` wraps what runs each action. Raises Aborted if the generation ends."""
+        """Issues one step; `marked` wraps the function that runs each action. Raises Aborted if the generation ends."""
         run_action = self._run_action if marked is None else marked(self._run_action)
         self.issued[step] = IssuedStep(program, batch.row_sources, batch.rows_by_slot)
         compares = self.optimizer_step.compares(step)
@@ -129,13 +129,13 @@ class Executor:
         self._finish_sends()
 
     def close(self) -> None:
-        self.graphs = None  # and their memory
+        self.graphs = None  # frees their memory, too
         ends = self.activations, self.optimizer_step, self.collectives, *self.groups.layers.rows, self.transport
         for each in ends:
             each.close()
 
     def validate(self) -> bool:
-        """VALIDATE: commits the previous step. False if its weights have changed since."""
+        """VALIDATE: commits the previous step. False if that has changed the compute weights."""
         valid = self.optimizer_step.validate(self.check)
         if not valid:
             self.collectives.after_update()
@@ -155,7 +155,7 @@ class Executor:
             rows.begin_step()
 
     def _repeated(self, program: RankProgram, batch: Batch) -> Hashable:
-        """What is the same in all steps that are like this one to the GPU; None: no other is."""
+        """The key that this step shares with all steps that look the same to the GPU; None if it has to be issued."""
         constants = tuple(stage.constants for stage in self.stages.values())
         uneven = any(tokens.share is not None or any(tokens.document_starts) for tokens in batch.tokens.values())
         return None if uneven or None in constants else (program.number, *constants)
@@ -163,7 +163,7 @@ class Executor:
     def _run_action(self, action: Action) -> None:
         self.check()
         self.lanes.throttle(self.check)
-        # That a SEND has ended follows from transfers, which those of empty microbatches are not.
+        # The program infers from its transfers which SENDs have ended; empty microbatches are not transferred.
         for key in () if self.empty else self._running.ended_sends.get(action.key, ()):
             self.sent.pop(key, None)
         if any(part.op in (Op.W, Op.BW) for part in action.parts):
@@ -178,14 +178,14 @@ class Executor:
         self.lanes.end_action(action)
 
     def _repeat(self, action: Action, graphs: StepGraphs) -> None:
-        """Captures and launches an action, or only launches it if an earlier step has captured it."""
+        """Captures an action and launches it, or only launches it if an earlier step has captured it."""
         parts, is_captured = _as_begun(action), graphs.mode == "launch"
         with ExitStack() as issued:
             for part in parts:
                 issued.enter_context(self.lanes.issue(part))
                 if is_captured:
                     self._input(part)
-                    self.results[part.key] = None  # what reads it is captured, too, or a SEND
+                    self.results[part.key] = None  # its readers are captured too, or are SENDs
             graphs.run(action.key, lambda: interleave(*map(self._execute, parts)))
         for key in self._running.sent.intersection(part.key for part in parts):
             found = graphs.made(("sent", key), partial(graphs.memory.address, self.results[key]))
@@ -202,8 +202,8 @@ class Executor:
                 yield from self._execute(part)
 
     def _leave_out(self, part: Instruction) -> None:
-        """An instruction of a microbatch in which the ranks of this pipeline have nothing: later ones find all that
-        they wait for, and gradients that get nothing are zero."""
+        """Runs an instruction of a microbatch in which this pipeline's ranks have no tokens: later instructions find
+        what they wait for, and gradients without contributions are zero."""
         match part.op:
             case Op.W | Op.BW:
                 self._run_weight_grad(part)
@@ -272,13 +272,13 @@ class Executor:
                 assert_never(part.op)
 
     def _update(self) -> None:
-        """STEP, after what this rank's NORM makes: with post-validation, too, which waits for no other rank's."""
+        """STEP, once this rank's NORM is done; with post-validation, NORM waits for no other rank."""
         self.lanes.join(NORM)
         self.optimizer_step.step(self.step, self.check)
         self.shards.updated(self.collectives)
 
     def _rehearse(self, program: RankProgram) -> None:
-        """Runs a step in the compute dtype up to its gradients, which are kept for a comparison, and takes it back."""
+        """Runs a step in the compute dtype up to its gradients, keeps these for a comparison, and undoes the step."""
         self.rehearses = True
         if self.graphs is not None:
             self.graphs.begin(None)
@@ -298,12 +298,12 @@ class Executor:
         self._restart_step(program)
 
     def take_gradient_sums(self, step: int) -> tuple[GradientSums, ...]:
-        """Those of a step whose results are read, in a StepResult's form."""
+        """The gradient comparison of a step whose results are being read, as in StepResult; forgets it."""
         found = self.gradient_sums.pop(step, None)
         return () if found is None else found.read()
 
     def take_expert_load(self, step: int) -> dict[int, tuple[int, ...]]:
-        """That of a step whose results are read, in a StepResult's form."""
+        """The expert load of a step whose results are being read, as in StepResult; forgets it."""
         return total_load(each.read() for each in self.expert_loads.pop(step, ()))
 
     def _forward(self, part: Instruction) -> Task[None]:
@@ -334,11 +334,12 @@ class Executor:
         self.results[part.key] = run_to_completion(task) if stage.is_local else (yield from task)
 
     def _run_weight_grad(self, part: Instruction) -> None:
-        """W, for the layers that B has passed."""
+        """W, of the layers that B has passed."""
         self.stages[part.stage].backward_weight(part.microbatch)
 
     def _complete_gradients(self, part: Instruction, stage: int) -> None:
-        """As of the stage, which knows what has no gradient where it has run W itself."""
+        """Zeroes the gradients that no W has written. With graphs the stage's list of them is that of the captured
+        step: in a launched one, the stage runs no W itself."""
         take_all = self.stages[stage].unwritten.take_all
         left = take_all() if self.graphs is None else self.graphs.made((part.key, stage), take_all)
         for gradient in left:
@@ -359,7 +360,7 @@ class Executor:
         self.lanes.end_with(part, works)
 
     def _rows(self, part: Instruction) -> int | None:
-        """The rows of the residual stream that a transfer brings; None: as many as always."""
+        """The rows of the residual stream that a transfer brings; None if their number is fixed."""
         tokens = self.tokens.get(part.microbatch)
         if tokens is None or not self.optimizer_step.plan.batch.capacity:
             return None
@@ -375,7 +376,7 @@ class Executor:
         return self.running
 
     def _restart_step(self, program: RankProgram) -> None:
-        """ROLLBACK: discards what the step has computed; the other ends of its transfers do the same."""
+        """ROLLBACK: discards what the step has computed; the peers of its transfers do the same."""
         self._finish_sends()
         self.lanes.discard_step(self.check)
         self._begin_exchanges(program)
@@ -389,8 +390,9 @@ class Executor:
 
 
 def _as_begun(action: Action) -> Sequence[Instruction]:
-    """The parts of an action in the order in which they begin. The backward of an overlapped pair goes first: it
-    communicates before it computes. It waits for what both halves need, so that the times of neither hold a wait."""
+    """The parts of an action in the order in which they begin. The backward of an overlapped pair goes first, as it
+    communicates before it computes, and waits for what both halves need, so that neither half's time includes a
+    wait."""
     if isinstance(action, Instruction):
         return action.parts
     return action.backward._replace(waits=action.waits), action.forward._replace(waits=())

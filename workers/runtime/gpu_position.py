@@ -1,4 +1,4 @@
-"""Where the GPU of a rank is in its program, which its host issues ahead of it."""
+"""Where a rank's GPU is in its program, which the host issues ahead of it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pentad.workers.runtime.executor import Executor
 
 
 class GpuPosition:
-    """Remembers since when a GPU has been at its instruction."""
+    """Remembers how long a GPU has been at its instruction."""
 
     def __init__(self) -> None:
         self.last = (0, -1, 0.0)  # step, counter, and since when
 
     def read(self, executor: Executor) -> Progress | None:
-        """The instruction that the GPU has reached, or an idle one waits for its host to issue; None on a CPU, where
-        the progress file says it. From any thread."""
+        """The instruction that the GPU has reached or, if it is idle, that the host is about to issue; None on a CPU,
+        where the progress file has it. From any thread."""
         if not isinstance(executor.lanes, CudaStreams):
             return None
         waits, axis = executor.lanes.progress.layer_wait()
@@ -31,8 +31,7 @@ class GpuPosition:
 
 
 def _reached(executor: Executor, lanes: CudaStreams) -> tuple[int, int, int] | None:
-    """Step and counter of the instruction that the GPU has reached, and the number of its program; None if it is
-    idle."""
+    """Step, counter and program number of the instruction that the GPU has reached; None if it is idle."""
     program, number, found = executor.running, executor.round, lanes.position()
     if program is None or found is None:
         return None

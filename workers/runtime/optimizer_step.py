@@ -33,14 +33,14 @@ from pentad.workers.transport.norm_reducer import NormPartial, NormReducer
 
 
 class CommittedStep(NamedTuple):
-    """A step committed to the master weights; on a GPU, once it has reached the commit.
+    """A step committed to the master weights; on a GPU, once the GPU has reached the commit.
 
-    `losses` [global_batch_size + sources + 1] are sums over the target tokens of each sequence, 0 for the microbatches
-    that a replica lacks in a smaller batch, then the target tokens by source of the data, and the digests of the
-    samples, added up over ranks; `squared_lse` [2] are the sums of squared log-sum-exps for z-losses, of the model's
-    logits and of those of all routers. `norm` is the global gradient norm before clipping, a scalar; `taken` is the
-    same, or nan if the update was skipped. All are float64 on the host, valid once the step has ended. A step without
-    `has_room`, a bool scalar, does not count: tokens found no slot to their experts, and nothing has changed.
+    `losses` [global_batch_size + sources + 1] are sums over the target tokens of each sequence (0 for microbatches that
+    a replica lacks in a smaller batch), then the target tokens by data source, and the sample digests, summed over
+    ranks. `squared_lse` [2] are the sums of squared log-sum-exps for z-losses: of the model's logits, and of all
+    routers'. `norm`, a scalar, is the global gradient norm before clipping; `taken` is the same, or nan if the update
+    was skipped. All are float64 on the host, valid once the step has ended. `has_room`, a bool scalar, is false if
+    tokens found no slot to their experts: the step then does not count, and nothing has changed.
     """
 
     step: int
@@ -52,16 +52,16 @@ class CommittedStep(NamedTuple):
 
 
 class LocalUpdate(NamedTuple):
-    """What a step needs of this rank: its gradients, and with Muon their directions. `complete` is a bool scalar, false
-    if an abort may have interrupted the exchange with other ranks."""
+    """This rank's contribution to a step: its gradients and, with Muon, their directions. `complete`, a bool scalar, is
+    false if an abort may have interrupted the exchange with other ranks."""
 
     step: int
     complete: torch.Tensor
 
 
 class GlobalNorm(NamedTuple):
-    """The result of NORM: `accepted` is a bool scalar, false after an abort and without `has_room`; `norm` is nan
-    then."""
+    """The result of NORM: `accepted`, a bool scalar, is false after an abort or without `has_room`; `norm` is then
+    nan."""
 
     step: int
     accepted: torch.Tensor
@@ -85,8 +85,8 @@ class StepContext(NamedTuple):
 class _StepBase:
     """`version` (on the device) is the number of steps in the master weights, `norm` that of the newest one.
 
-    `cancelled`, a float64 scalar in pinned memory, is nan after `cancel`. The ranks of a host share it where an abort
-    ends their waits for each other; those of other hosts learn of it by a sum (see `_meet`).
+    `cancelled`, a float64 scalar in pinned memory, is nan after `cancel`. Where an abort ends the waits of a host's
+    ranks for each other, these ranks share it; ranks of other hosts learn of it through a sum (see `_meet`).
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -111,11 +111,12 @@ class _StepBase:
         return True
 
     def cancel(self) -> None:
-        """Prevents every commit that the GPU has not reached yet. From any thread; writes host memory only."""
+        """Prevents every commit that the GPU has not reached. From any thread; only writes host memory."""
         self.cancelled.fill_(math.nan)
 
     def forget(self) -> None:
-        """Frees what only a commit of the last step needs. Called when W is about to overwrite its gradients."""
+        """Frees what only a commit of the last step needs. Called when W is about to overwrite that step's
+        gradients."""
         self.directions.clear()
 
     def close(self) -> None:
@@ -126,7 +127,7 @@ class _StepBase:
         return self.plan.fp8 is not None and self.plan.fp8.compares(step)
 
     def kept_gradients(self) -> KeptGradients:
-        """A copy of those of a step that all ranks have ended but for NORM."""
+        """A copy of the gradients of a step that all ranks have completed except for NORM."""
         self._fill()
         shards = self.plan.param_shards_of(self.totals.rank)
         buffers = {shard: self.stages[shard.stage].param_buffers[shard.experts] for shard in shards}
@@ -137,11 +138,12 @@ class _StepBase:
         return self.totals.fill()
 
     def _reduce_maxima(self) -> None:
-        """Before the totals leave this rank: a step that any rank commits thus has its maxima on every rank."""
+        """Reduces FP8 maxima before the totals leave this rank: if any rank commits a step, every rank has its
+        maxima."""
         reduce_maxima(self.histories, self.tp_group)
 
     def _orthogonalize(self, step: int, norm: torch.Tensor) -> None:
-        """The directions of a step with this global norm, together with the ranks that hold parts of the same
+        """Computes the directions of a step with this global norm, together with the ranks that hold parts of the same
         matrices."""
         parameters, spec = self._parameters(), self.plan.optimizer
         for shard, exchange in self.muon.items():  # in the same order on every rank
@@ -151,12 +153,12 @@ class _StepBase:
             exchange.run(self.directions[shard])
 
     def _cancelled(self) -> torch.Tensor:
-        """A float64 scalar, 0 or nan; on a GPU, as of when the current stream reaches this point."""
+        """A float64 scalar, 0 or nan; on a GPU, its value when the current stream gets here."""
         return self.cancelled.to(self.device, non_blocking=True)
 
     def _meet(self, cancelled: torch.Tensor, check: Check, totals: torch.Tensor | None = None) -> torch.Tensor:
-        """Waits for all ranks, whose `totals` are added up in place. Returns a bool scalar, false after an abort: where
-        an abort had ended the waits of any rank before it came here, and what it sent may be wrong, its `cancelled`
+        """Waits for all ranks and sums their `totals` in place. Returns a bool scalar, false after an abort: if an
+        abort had ended the waits of some rank before it got here, what that rank sent may be wrong, and its `cancelled`
         tells all others."""
         own = cancelled.view(1)
         sums = own.clone() if totals is None else torch.cat((totals, own))
@@ -181,15 +183,15 @@ class BarrierStep(_StepBase):
     """All ranks of the mesh meet at NORM: once one rank has the norm, the gradients of every rank are complete. With
     Muon they meet again when they have the orthogonalized directions, so that STEP needs no other rank.
 
-    After `cancel`, a GPU that is behind its host changes no weight at STEP, and the gradients stay: the host issues no
-    W of the next step before this one has ended.
+    If a GPU has not reached STEP when `cancel` is called, STEP changes no weight, and the gradients stay intact: the
+    host issues no W of the next step before this one has ended.
     """
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
         plan, groups, stages, *_ = context
         self.tied = TiedEmbedding(plan, groups.rank, stages, groups.tied)
-        # Sorted, because DualPipe's mirror ranks hold the same stages in another order.
+        # Sorted, because DualPipe's mirror ranks hold the same stages in a different order.
         balances = [(stage.load_balancer, groups.gradients[index][0]) for index, stage in sorted(stages.items())]
         self.balances = [(balance, group) for balance, group in balances if balance is not None and balance.rate]
         self.update: LocalUpdate | None = None
@@ -197,7 +199,7 @@ class BarrierStep(_StepBase):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next step lacks only its global norm, or with Muon that all ranks are as far."""
+        """Whether the next step lacks only its global norm or, with Muon, only the meeting of all ranks."""
         found = self.update
         return found is not None and bool(found.complete) and int(self.version) == found.step
 
@@ -229,7 +231,8 @@ class BarrierStep(_StepBase):
         self._commit(self.global_norm)
 
     def commit(self, step: int, norm: float, losses: Sequence[float]) -> None:
-        """Commits the step that lacked only its norm; another rank received that, and the losses, before the abort."""
+        """Commits the step that lacked only its norm; another rank received the norm and the losses before the
+        abort."""
         accepted = torch.ones((), dtype=torch.bool, device=self.device)
         of = partial(torch.tensor, dtype=torch.float64, device=self.device)
         self._commit(GlobalNorm(step, accepted, of(norm), of(losses), of((0.0, 0.0)), accepted))
@@ -262,14 +265,14 @@ class BarrierStep(_StepBase):
 
 
 class PostValidatedStep(_StepBase):
-    """STEP updates the compute weights only; the master weights follow once the norm is known. Until then gradients and
+    """STEP updates only the compute weights; the master weights follow once the norm is known. Until then gradients and
     optimizer state stay as they were.
 
-    A step that is clipped changes the weights again, and what has been computed with them is lost. Clipped steps come
-    in rows: after one, STEP waits for the norm of its own step, and commits it.
+    If a step turns out to be clipped, the weights change again, and everything computed with them is lost. Clipped
+    steps tend to follow each other: after one, STEP waits for the norm of its own step, and commits it.
 
-    Muon's matrices are orthogonalized before the norm leaves, as if it were within the limit. A step that turns out to
-    be clipped has other directions: all ranks orthogonalize again when they validate it, and meet before any commits.
+    Muon orthogonalizes its matrices before the norm is known, assuming that it is within the limit. A clipped step has
+    other directions: all ranks orthogonalize again when they validate it, and meet before any of them commits.
     """
 
     def __init__(self, context: StepContext, reducer: NormReducer) -> None:
@@ -278,14 +281,14 @@ class PostValidatedStep(_StepBase):
         assert self.totals.slots is None, "a step that has changed weights is not run again with more slots"
         self.unvalidated: int | None = None  # the step whose norm is not known yet
         self.clipped: LocalUpdate | None = None  # the newest step that was orthogonalized again
-        self.valid = True  # the newest step whose norm is known, had its optimistic weights been taken
+        self.valid = True  # whether the newest step with a known norm was left unclipped
 
     @property
     def is_ready(self) -> bool:
         return self.unvalidated is not None and self.unvalidated == self.reducer.newest_partial
 
     def reduce_norm(self, step: int, check: Check) -> None:
-        """NORM: submits this rank's sums. A step that any rank commits thus has directions on every rank."""
+        """NORM: submits this rank's sums. If any rank commits a step, every rank has its directions."""
         self._reduce_maxima()
         totals = self._fill()
         self._orthogonalize(step, torch.zeros_like(self.norm, device=self.device))
@@ -312,7 +315,7 @@ class PostValidatedStep(_StepBase):
         """Waits for the norm. False if it is over the limit or not finite: the compute weights have then changed."""
         if self.unvalidated is None:
             return True
-        # Every entry is one pipeline's, and zero in the others.
+        # Each entry is nonzero in one pipeline only.
         totals = self.reducer.wait(self.unvalidated, check).sum(0)
         norm, sums = self.totals.norm(totals), (self.totals.losses(totals), self.totals.squared_lse(totals))
         accepted = self._orthogonalize_again(self.unvalidated, norm, check) if self._changes_directions(norm) else None
@@ -335,8 +338,8 @@ class PostValidatedStep(_StepBase):
         return bool(self.muon) and bool(optimizer.clip_scale(norm, self.plan.optimizer.clip_norm, norm.dtype) < 1)
 
     def _orthogonalize_again(self, step: int, norm: torch.Tensor, check: Check) -> torch.Tensor:
-        """The directions of a clipped step; a bool scalar, false after an abort. When it returns, every rank has
-        them."""
+        """Computes the directions of a clipped step. Returns a bool scalar, false after an abort; by then every rank
+        has its directions."""
         self._orthogonalize(step, norm.to(self.device))
         cancelled = self._cancelled()
         self.clipped = LocalUpdate(step, cancelled == 0)
@@ -359,8 +362,8 @@ class PostValidatedStep(_StepBase):
     def _update(
         self, step: int, norm: torch.Tensor, losses: torch.Tensor, accepted: torch.Tensor | None
     ) -> tuple[torch.Tensor, bool]:
-        """Changes the state, unless it is not `accepted`; returns the norm, or nan if the step is skipped, and whether
-        nothing was clipped."""
+        """Changes the state unless the step is not `accepted`. Returns the norm, or nan if the step is skipped, and
+        whether nothing was clipped."""
         parameters, taken = self._parameters(), self._taken(norm, losses)
         dtype = next(iter(parameters.values())).master.dtype
         factor = optimizer.clip_scale(taken, self.plan.optimizer.clip_norm, dtype)
@@ -382,7 +385,7 @@ OptimizerStep = BarrierStep | PostValidatedStep
 
 
 def _sum(values: torch.Tensor, world: dist.ProcessGroup | None, check: Check) -> None:
-    """Over all ranks, in place."""
+    """Sums `values` over all ranks, in place."""
     if world is not None:
         with rank_waits.abandonable():
             dist.all_reduce(values, group=world)

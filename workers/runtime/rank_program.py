@@ -1,4 +1,4 @@
-"""What a rank runs of a program, and what the executor looks up in it."""
+"""What one rank runs of a program, and what the executor looks up in it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pentad.schedules.spec.plan import Plan
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's stream of a program, which is number `number` of those of the plan, and what the executor looks up in
-    it. The rows of its batches fill this many `microbatches`; the program may have more."""
+    """One rank's stream of program `number` of the plan, and what the executor looks up in it. The rows of a batch fill
+    `microbatches` microbatches; the program may have more."""
 
     number: int
     microbatches: int
@@ -31,7 +31,7 @@ class RankProgram:
 
     @staticmethod
     def of(plan: Plan, number: int, rank: int) -> RankProgram:
-        """What a rank of the mesh runs of a program of the plan."""
+        """The stream of a rank of the mesh in program `number` of the plan."""
         program = plan.programs[number]
         pp = plan.mesh.coordinates(rank).pp
         stream, microbatches = program.streams[pp], min(program.microbatches, plan.batch.microbatches)
@@ -42,22 +42,23 @@ class RankProgram:
 
 
 class IssuedStep(NamedTuple):
-    """What a step runs, the source of every row of its global batch, and the row in every slot (see `Batch`)."""
+    """The program of a step, the data source of each row of its global batch, and the row in each slot (see
+    `Batch`)."""
 
     program: RankProgram
     row_sources: np.ndarray
     rows_by_slot: np.ndarray
 
     def by_row(self, by_slot: torch.Tensor) -> torch.Tensor:
-        """[batch size], from the same by slot."""
+        """Reorders [batch size] values from slots to rows."""
         found = torch.empty_like(by_slot)
         found[torch.from_numpy(self.rows_by_slot)] = by_slot
         return found
 
 
 def resolve_inputs(stream: Stream) -> dict[Key, Key]:
-    """For every compute instruction and send with an input, the instruction of the stream whose result it is: a
-    receive, or this rank's own compute of the neighbouring stage. The ends of the model have none."""
+    """Maps every compute instruction and send that has an input to the instruction of the stream that produces it: a
+    receive, or this rank's own compute of the neighbouring stage. The ends of the model have no input."""
     keys, found = {part.key for part in instructions_of(stream)}, {}
     for part in instructions_of(stream):
         _, stage, index = part.key

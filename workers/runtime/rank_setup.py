@@ -60,30 +60,30 @@ SWITCH_SECONDS = 2e-4
 
 def init_cuda() -> None:
     """Initializes the CUDA driver in this process, without a context or memory of a GPU."""
-    # A lane that waits blocks every lane on its hardware queue; a program has more lanes than the default of 8 queues.
+    # A waiting lane blocks every lane on its hardware queue, and a program has more lanes than the default of 8 queues.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     torch.cuda.init()
 
 
 def warm_up() -> None:
-    """Imports what a rank on a GPU would import in its first generation, and initializes the CUDA driver."""
+    """Imports what a rank on a GPU would import in its first generation and initializes the CUDA driver."""
     backend.import_twins()
-    # torch does at the first operation of a tensor subclass, such as SplitFloat32, and needs seconds for it.
+    # torch imports it at the first operation on a tensor subclass, such as SplitFloat32, which takes seconds.
     importlib.import_module("torch.distributed.tensor")
     init_cuda()
 
 
 def prepare_device(kind: str, gpu: int, *, graphs: bool = False) -> torch.device:
-    """The device of this process: GPU number `gpu` of its host, or the CPU with one thread. With `graphs` this thread
-    leaves the default stream, which cannot be captured."""
-    # By default a thread that needs the interpreter waits 5 ms for one that computes: several times a step, as threads
-    # that read data hand it to each other while this one issues instructions.
+    """The device of this process: GPU `gpu` of its host, or the CPU with one thread. With `graphs`, this thread leaves
+    the default stream, which cannot be captured."""
+    # By default a thread waits 5 ms for the GIL, and does so several times a step: while this thread issues
+    # instructions, those that read data pass the GIL among themselves.
     sys.setswitchinterval(SWITCH_SECONDS)
     if kind == "cpu":
         torch.set_num_threads(1)
         return torch.device("cpu")
-    # The driver detects lost ranks. By default torch would end the process, or hold on to a communicator of several
-    # hosts for a minute to dump its last operations, and with it the thread that releases it.
+    # The driver detects lost ranks. By default torch would end the process or, with several hosts, hold on to a
+    # communicator for a minute to dump its last operations, and with it the thread that releases it.
     for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING"):
         os.environ[f"TORCH_NCCL_{name}"] = "0"
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1"
@@ -96,7 +96,7 @@ def prepare_device(kind: str, gpu: int, *, graphs: bool = False) -> torch.device
 
 
 def use_kernels(plan: Plan) -> None:
-    """Those of the plan, in this process. Raises PentadError if it lacks a library that they need."""
+    """Selects the plan's kernels in this process. Raises PentadError if a library that they need is missing."""
     kernels = plan.kernels
     if kernels.cudnn_frontend and not backend.is_frontend_installed():
         missing = "nvidia-cudnn-frontend is not installed on this rank, but where the plan was made"
@@ -112,10 +112,10 @@ def reserve(
     files: Files,
     earlier: Reservation | None,
 ) -> HostMemory:
-    """Host memory for snapshots and copies of these files, from any thread: that of an `earlier` generation, if it
-    fits. Returns the memory for snapshots."""
+    """Reserves host memory for snapshots and copies of these files, reusing that of an `earlier` generation if it fits;
+    returns the memory for snapshots. From any thread."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # for this thread
     if earlier is not None and earlier.exception() is None:
         snapshots.memory = earlier.result()
     memory = snapshots.reserve(files)
@@ -167,7 +167,7 @@ def make_graphs(plan: Plan) -> StepGraphs | None:
 
 
 def make_flags(plan: Plan, rank: int, store: dist.Store, generation: int) -> StreamFlags | None:
-    """Those of transfers and collectives between the ranks of its host."""
+    """The flags of transfers and collectives between the ranks of this rank's host; None without peer copies."""
     if plan.transport != "peer":
         return None
     ranks = plan.ranks_beside(rank)
@@ -178,7 +178,8 @@ def make_flags(plan: Plan, rank: int, store: dist.Store, generation: int) -> Str
 def with_peer_rows(
     plan: Plan, groups: ProcessGroups, store: dist.Store, device: torch.device, flags: StreamFlags | None
 ) -> ProcessGroups:
-    """The groups of a rank that exchanges rows inside its layers by copy engines, along each axis where it can."""
+    """The groups of a rank, exchanging rows inside its layers by copy engines along each axis where that is
+    possible."""
     if flags is None:
         return groups
     rank, layers = groups.rank, groups.layers
@@ -203,7 +204,7 @@ def make_transport(
 def make_collectives(
     plan: Plan, groups: ProcessGroups, store: dist.TCPStore, shards: ZeroShards, flags: StreamFlags | None
 ) -> Collectives:
-    """ZeRO's."""
+    """The collectives of ZeRO."""
     shards.join(groups)
     rank, gradient = groups.rank, next(iter(shards.stages.values())).param_buffers[0].parameters.gradient
     launch_reductions(plan, rank, gradient)
@@ -229,7 +230,8 @@ def make_optimizer_step(
     address: str,
     timeout_seconds: float,
 ) -> OptimizerStep:
-    """The barrier, or the reducer of norms with a connection of its own to the store at 'HOST:PORT'."""
+    """A BarrierStep, or a PostValidatedStep whose reducer of norms has its own connection to the store at
+    'HOST:PORT'."""
     own = torch.zeros((), dtype=torch.float64, pin_memory=plan.device == "cuda")
     cancelled = own if flags is None else flags.cancelled
     context = StepContext(plan, groups, stages, spikes, snapshots, cancelled)
@@ -254,7 +256,7 @@ def make_executor(
     device: torch.device,
     flags: StreamFlags | None,
 ) -> Executor:
-    """What runs the programs of a rank that is connected to the others through the store."""
+    """The executor of a rank that is connected to the others through the store."""
     lanes, transport = make_lanes(plan, groups.rank, device), make_transport(plan, groups, store, device, flags)
     collectives = make_collectives(plan, groups, store, shards, flags)
     losses = LossTotals(plan, groups.rank, stages, groups.world)

@@ -1,4 +1,4 @@
-"""The training state of one rank, and its transfer: from checkpoints, from and to other ranks, to checkpoints."""
+"""The training state of one rank, and its transfer: from and to checkpoints and other ranks."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ READERS = 8  # threads that read a checkpoint
 class RankState:
     """The parameters and optimizer state of a rank, by parameter shard.
 
-    `version` is the number of steps in them, -1 if they hold no step's state. `frozen` are the weights that no step
-    changes. `spikes` has the steps that later ones are compared with, and `histories` by stage the maxima that operands
-    in 8 bits are scaled by, if the plan asks for them.
+    `version` is the number of steps in them, -1 if they do not hold the state of a step. `frozen` are the weights that
+    no step changes. `spikes` is the window of steps that later ones are compared with; `histories` has, by stage, the
+    maxima that FP8 operands are scaled by, if the plan asks for them.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, previous: RankState | None = None) -> None:
-        """Takes over what an earlier generation of this rank has; the rest is zeros until it is read, received, or
+        """Takes over what an earlier generation of this rank has; the rest is zeros until it is read, received or
         initialized."""
         self.plan, self.rank, self.device = plan, rank, device
         self.spikes: SpikeFilter | None = previous.spikes if previous is not None else make_spike_filter(plan, device)
@@ -76,11 +76,11 @@ class RankState:
 
     @property
     def held(self) -> tuple[WeightShard, ...]:
-        """All that this rank holds."""
+        """All weights that this rank holds, trained and frozen."""
         return *self.parameters.values(), *self.frozen.values()
 
     def initialize(self) -> None:
-        """The state before the first step."""
+        """Sets the state before the first step."""
         for shard, parameters in self.parameters.items():
             for tensor in parameters.state_tensors():
                 tensor.zero_()
@@ -94,16 +94,16 @@ class RankState:
         """Declares the master weights to be those of `version` steps."""
         self.version = version
         for parameters in self.parameters.values():
-            parameters.refresh()  # the compute weights may be those of a step that was never committed
+            parameters.refresh()  # the compute weights may belong to a step that was never committed
         for history in self.histories.values():
             history.restored()
 
     def read(self, source: Checkpoint, *, optimizer: bool = True, shards: Collection[ParamShard] | None = None) -> None:
         """Reads weights and optimizer state, of these parameter shards or of all, from a verified checkpoint of any
-        mesh; without `optimizer` that state is zero.
+        mesh; without `optimizer`, the optimizer state is zeroed.
 
-        Several pieces are read at a time, and of each tensor the elements that this rank holds, if the checkpoint is of
-        a mesh with the same tp, else all. Raises PentadError if a tensor is missing or has another shape.
+        Several pieces are read at a time: of each tensor only the elements that this rank holds if the checkpoint has
+        the same tp, else all of them. Raises PentadError if a tensor is missing or has another shape.
         """
 
         own = {shard: each for shard, each in self.parameters.items() if shards is None or shard in shards}
@@ -125,14 +125,14 @@ class RankState:
             self.spikes.load(read(source, names).get(spike_filter.TENSOR))
 
     def _history_of(self, shard: ParamShard) -> AmaxHistory | None:
-        """That which goes with a parameter shard."""
+        """The history that goes with a parameter shard."""
         return None if shard.experts else self.histories.get(shard.stage)
 
     def receive(self, groups: ProcessGroups, sources: Mapping[ShardPart, int]) -> None:
-        """Broadcasts these parts of parameter shards from the given ranks of the mesh to the others that
-        hold them, all of which must take part; with each the window of spikes, which is the same everywhere."""
+        """Broadcasts these parts of parameter shards from the given ranks of the mesh to their other holders, all of
+        which must take part. The spike window, which is the same everywhere, goes with each part."""
         window = [] if self.spikes is None else [self.spikes.window.to(self.device)]
-        for param_shard, parameters in sorted(self.parameters.items()):  # DualPipe's mirror ranks have another order
+        for param_shard, parameters in sorted(self.parameters.items()):  # DualPipe's mirror ranks differ in order
             part = param_shard, parameters.layout.shard_index
             if part in sources:
                 history = self._history_of(param_shard)
@@ -143,8 +143,8 @@ class RankState:
             self.spikes.window.copy_(window[0])
 
     def files(self, param_shards: Collection[ParamShard] | None = None) -> dict[str, dict[str, torch.Tensor]]:
-        """What this rank writes of a checkpoint, as views of the state, by file and name: its equal part of what it and
-        its replicas hold, or all that it holds of the given parameter shards."""
+        """What this rank writes of a checkpoint, as views of the state, by file and name: an equal part of what it and
+        its replicas hold, or everything that it holds of the given parameter shards."""
         found = {}
         for shard, parameters in sorted(self.parameters.items()):
             if param_shards is not None and shard not in param_shards:
@@ -158,7 +158,7 @@ class RankState:
                 tensors = checkpoint_tensors(parameters, shard, 0, 1)
             if index == 0 and shard.tp == 0:
                 tensors |= {f"model.{name}": bias for name, bias in parameters.router_bias.by_name.items()}
-            if self.spikes is not None and shard == ParamShard(stage=0) and index == 0:  # which every checkpoint has
+            if self.spikes is not None and shard == ParamShard(stage=0) and index == 0:  # a shard of every checkpoint
                 tensors[spike_filter.TENSOR] = self.spikes.window
             if index == 0 and shard.tp == 0 and (history := self._history_of(shard)) is not None:
                 tensors |= history.by_name
@@ -168,7 +168,7 @@ class RankState:
 
 
 def _execute(reads: Sequence[StateRead], device: torch.device) -> None:
-    """Several at a time, with buffers that a GPU copies from at full speed."""
+    """Executes several reads at a time, into buffers that a GPU copies from at full speed."""
     memory = HostMemory(min(READERS, len(reads)) * READ_BYTES, device, "reading a checkpoint needs")
     buffers = SimpleQueue[torch.Tensor]()
     for buffer in memory.buffer.split(READ_BYTES):
@@ -182,16 +182,16 @@ def _execute(reads: Sequence[StateRead], device: torch.device) -> None:
             buffers.put(buffer)
 
     try:
-        with _all_streams_done(device), ThreadPoolExecutor(READERS) as pool:  # whose threads have their own
+        with _all_streams_done(device), ThreadPoolExecutor(READERS) as pool:  # the threads have streams of their own
             for _ in pool.map(execute, reads):
-                pass  # raises what has been raised there
+                pass  # raises the errors of the threads
     finally:
         memory.close()
 
 
 @contextmanager
 def _all_streams_done(device: torch.device) -> Iterator[None]:
-    """Waits for the device before the block and after it."""
+    """Synchronizes the device before and after the block."""
     synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
     synchronize()
     yield
@@ -199,7 +199,7 @@ def _all_streams_done(device: torch.device) -> Iterator[None]:
 
 
 def _broadcast(tensor: torch.Tensor, device: torch.device, source: int, group: dist.ProcessGroup | None) -> None:
-    """From a rank of the mesh; what is in host memory goes through the device, piece by piece."""
+    """Broadcasts from a rank of the mesh; tensors in host memory go through the device in pieces."""
     for piece in [tensor] if tensor.device == device else tensor.split(PIECE_ELEMENTS):
         moved = piece.to(device)
         with rank_waits.abandonable():
@@ -209,7 +209,7 @@ def _broadcast(tensor: torch.Tensor, device: torch.device, source: int, group: d
 
 
 def make_spike_filter(plan: Plan, device: torch.device) -> SpikeFilter | None:
-    """Where the step ends: on the host with post-validation, which learns the norm there."""
+    """Placed where the step ends: with post-validation on the host, where the norm arrives."""
     if plan.spikes is None:
         return None
     return SpikeFilter(plan.spikes, torch.device("cpu") if has_post_validation(plan.program) else device)
@@ -220,7 +220,7 @@ def _create(plan: Plan, param_shard: ParamShard, stream: StateStream, rank: int)
 
 
 def _custom_values(plan: Plan, shard: ParamShard) -> dict[str, torch.Tensor] | None:
-    """What a custom model begins with; None: as the plan's seed says."""
+    """The initial values of a custom model; None if they follow from the plan's seed."""
     custom, layers = plan.model.custom, plan.layers[shard.stage]
     return None if custom is None else initial_values(custom, plan.seed, layers.first, layers.end)
 

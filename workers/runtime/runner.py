@@ -55,9 +55,9 @@ class Runner:
     """A rank for one generation. Order of calls: serve (rank 0), begin_reading if a copy is restored, connect, restore
     or receive, run and snapshot, close.
 
-    Another thread calls `write` for every `snapshot`. Another one may call `fence` at any time. `leave` then returns a
-    snapshot of the rank, and the Runner of the next generation takes over the state of `previous`; what it lacks is
-    zeros until `restore` or `receive`.
+    A separate thread calls `write` for every `snapshot`, and any thread may call `fence` at any time. `leave` then
+    returns a snapshot of the rank, and the Runner of the next generation takes over the state of `previous`; what it
+    lacks is zeros until `restore` or `receive`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Runner:
         self.progress.begin_generation(generation)
         self.state: RankState = RankState(plan, rank, self.device, previous.state if previous else None)
         self.stages = rank_setup.make_stages(plan, rank, self.state.parameters, self.state.frozen, self.state.histories)
-        if previous is not None:  # frees its other buffers before more are allocated
+        if previous is not None:  # free its other buffers before allocating more
             previous.stages.clear()
             previous.shards.clear()
         self.shards: ZeroShards = ZeroShards(plan, rank, self.stages)
@@ -94,9 +94,9 @@ class Runner:
         self.newest_losses: tuple[int, tuple[float, ...]] = (-1, ())  # step and losses of the newest CommittedStep
         calls = (*previous.recent_calls, previous.unreported) if previous else ()
         self.recent_calls: deque[list[StepResult]] = deque(calls, maxlen=CALLS_KEPT)
-        self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
-        self.rejected: int | None = None  # the first step that has to be run again, with more expert slots
-        self.expert_slots: int = previous.expert_slots if previous else 0  # of the newest generation
+        self.unreported: list[StepResult] = []  # of completed steps, to be returned by the next `run`
+        self.rejected: int | None = None  # the first step to be run again, with more expert slots
+        self.expert_slots: int = previous.expert_slots if previous else 0  # as in the newest generation
         self.evaluations: deque[Evaluation] = deque(previous.evaluations if previous else (), maxlen=CALLS_KEPT)
         self.gpu_position = GpuPosition()
         reserve = partial(rank_setup.reserve, plan, self.device, self.snapshots, self.replicator, self.state.files())
@@ -112,7 +112,7 @@ class Runner:
         return f"{host}:{self.store.port}"
 
     def begin_reading(self, source: CopySource) -> None:
-        """Reads this rank's part of a copy in the memory of ranks beside `connect`; `restore_copy` waits for it."""
+        """Starts reading this rank's part of a copy in the memory of ranks; `restore_copy` waits for it."""
         self.reader.begin(source)
 
     @abandonable
@@ -144,9 +144,9 @@ class Runner:
 
     @abandonable
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> PentadError | None:
-        """Reads the state of `step` steps from a checkpoint, or only the weights without `optimizer`; without a
-        checkpoint, starts from the initial values. All ranks must call it. Returns why this rank could not: the
-        checkpoint is Damaged, or Unreadable for now. Then no rank has a state."""
+        """Reads the state after `step` steps from a checkpoint (without `optimizer`, only its weights); without a
+        checkpoint, starts from the initial values. All ranks must call it. Returns why this rank failed: the checkpoint
+        is Damaged, or Unreadable for now. If any rank fails, none has a state."""
         self.reader.end()
         if folder is not None:
             return self._share(step, partial(self.reader.read, folder, optimizer=optimizer))
@@ -156,13 +156,13 @@ class Runner:
 
     @abandonable
     def restore_copy(self, source: CopySource) -> PentadError | None:
-        """Reads the state from a copy in the memory of ranks, as `restore` does from a checkpoint."""
+        """Reads the state from a copy in the memory of ranks, just as `restore` does from a checkpoint."""
         return self._share(source.key.step, partial(self.reader.read_copy, source))
 
     @abandonable
     def receive(self, sources: Mapping[ShardPart, int], step: int) -> None:
-        """Receives the state of `step` steps of each parameter shard from rank `sources[param_shard]` of the mesh. All
-        holders of these shards must call it, including those that have the state."""
+        """Receives the state after `step` steps: each part of a parameter shard from rank `sources[part]` of the mesh.
+        All holders of these parts must call it, including those that already have the state."""
         if self.state.version != step:
             self.state.version = -1  # until all of it has arrived
         with self.fence_flag.guard():
@@ -175,9 +175,9 @@ class Runner:
     ) -> list[StepResult]:
         """Runs `count` steps and returns the results of all steps completed since the last call.
 
-        `more`: another call follows, possibly of no steps. The newest step then stays open: nothing waits for its end
-        or its norm, and a later call returns its result; but not with expert slots, since steps that had too few are
-        run again here. `skipped_batches` are left out (see `batch_of`). Raises Aborted if the generation ends.
+        `more`: another call follows, possibly of no steps. The newest step is then left open: nothing waits for its end
+        or its norm, and a later call returns its result. With expert slots none is left open: steps that had too few
+        are run again here. `skipped_batches` are left out (see `batch_of`). Raises Aborted if the generation ends.
         """
         assert self.state.version >= 0, "restore or receive comes first"
         self.offload_memory = self._connected.activations.reserve(self.offload_memory)
@@ -197,8 +197,8 @@ class Runner:
 
     @abandonable
     def evaluate(self, step: int) -> Evaluation:
-        """Evaluates the weights after `step` steps, none of which is open, on every data set of the plan. Changes
-        nothing. Raises Aborted if the generation ends."""
+        """Evaluates the weights after `step` steps, none of which is open, on every data set of the plan. Changes no
+        state. Raises Aborted if the generation ends."""
         executor, loader, began = self._connected, self.eval_loader, time.monotonic()
         assert loader is not None and self.plan.eval is not None
         with self.fence_flag.guard():
@@ -220,25 +220,25 @@ class Runner:
 
     @abandonable
     def check(self, step: int) -> RankCheck:
-        """Digests of the state after `step` steps, none of which is open, and of what this rank computes. Changes no
-        bit of the run. All ranks must call it; raises Aborted if the generation ends."""
+        """Digests of the state after `step` steps, none of which is open, and of results that this rank computes.
+        Leaves the run bit-identical. All ranks must call it; raises Aborted if the generation ends."""
         gathered = partial(self.shards.gathered, self._connected.groups)
         with self.fence_flag.guard():
             found = check_rank(self.plan, self.rank, step, self.state.held, self.stages, gathered)
             if self._slots is not None:
-                self._slots.overflows.zero_()  # what is not a step's tokens may find too few
+                self._slots.overflows.zero_()  # only a step's own tokens count
             return found
 
     def snapshot(self, step: int) -> None:
-        """Has this rank's part of the state of `step` steps, the last of which may be open, copied to host memory.
-        Training continues meanwhile: only the next update waits for the copy. `write` raises what goes wrong here."""
+        """Starts copying this rank's part of the state after `step` steps, the last of which may be open, to host
+        memory. Training continues meanwhile: only the next update waits for the copy. Errors are raised by `write`."""
         with self.snapshots.failing():
             awaited(self.reservation, self.fence_flag.check)
             self.snapshots.request(step, self.state.files(), self._connected.optimizer_step.version)
 
     def write(self, folder: str, step: int) -> WrittenShards:
-        """Writes the snapshot of `step` steps, for which it waits; the driver commits it. From a thread of its own.
-        Raises PentadError if the disk is full or the driver has given it up, and Aborted if the generation ends: no
+        """Waits for the snapshot of `step` steps and writes it; the driver commits it. From a thread of its own. Raises
+        PentadError if the disk is full or the driver has given the snapshot up, and Aborted if the generation ends; no
         file appears after that."""
         files, seconds = self.snapshots.take(step, self.fence_flag.check)
         try:
@@ -248,23 +248,23 @@ class Runner:
             self.snapshots.release()
 
     def copy(self, step: int) -> None:
-        """As `snapshot`, for a copy in the memory of ranks; `replicate` raises what goes wrong here."""
+        """Like `snapshot`, for a copy in the memory of ranks; errors are raised by `replicate`."""
         with self.replicator.snapshots.failing():
             awaited(self.reservation, self.fence_flag.check)
             self.replicator.request(step, self.state.files(), self._connected.optimizer_step.version)
 
     def replicate(self, key: CopyKey, address: str, token: bytes) -> SentPart:
-        """Stores the snapshot that `copy` takes in this process and in that at `address`, for which it waits. From a
+        """Waits for the snapshot that `copy` takes and stores it in this process and in the one at `address`. From a
         thread of its own."""
         return self.replicator.send(key, address, token, self.fence_flag.check)
 
     def hand_over(self, key: CopyKey, parts: Mapping[int, ParamShard], num_neighbours: int) -> None:
-        """Puts what it holds of these shards where all ranks can read it (`restore_copy`). After `leave`."""
+        """Puts what this rank holds of these shards where all ranks can read it (`restore_copy`). After `leave`."""
         hand_over(self.state, self.copies, key, parts, num_neighbours)
 
     def save(self, folder: str, step: int, param_shards: tuple[ParamShard, ...] | None = None) -> list[dict]:
-        """Writes, at once, this rank's part of the state after `step` steps, including the open one, or all of the
-        given parameter shards that it holds. Works after `leave`, too. Returns the entries for the manifest."""
+        """Synchronously writes this rank's part of the state after `step` steps, including the open one, or all that it
+        holds of the given parameter shards. Also works after `leave`. Returns the entries for the manifest."""
         if self._connected.lanes.has_unread_steps:
             self._finish_open_step()
         return write_shards(location(folder), self.state.files(param_shards), self.generation)
@@ -274,14 +274,14 @@ class Runner:
         On a GPU, only `abort` frees a train thread that waits for a collective."""
         self.fence_flag.set()
         if (executor := self.executor) is not None and isinstance(executor.lanes, CudaStreams):
-            executor.optimizer_step.cancel()  # first: no step may count that runs after the release
+            executor.optimizer_step.cancel()  # first: a step that runs after the release must not be committed
             executor.transport.release()
             executor.lanes.progress.drain(longest_instruction(tuple(self.recent_calls)))
         if self.sockets is not None:
             self.sockets.shutdown()
 
     def position(self) -> Progress | None:
-        """What the GPU does; None on a CPU, before `connect` and after `fence`. From any thread."""
+        """Where the GPU is in its program; None on a CPU, before `connect` and after `fence`. From any thread."""
         return None if self.executor is None or self.fence_flag.is_set else self.gpu_position.read(self.executor)
 
     def abort(self) -> None:
@@ -332,11 +332,11 @@ class Runner:
 
     @property
     def _snapshots(self) -> tuple[Snapshots, Snapshots]:
-        """The snapshots of checkpoints, and of copies in memory."""
+        """The snapshots for checkpoints, and those for copies in memory."""
         return self.snapshots, self.replicator.snapshots
 
     def _share(self, step: int, read: Callable[[], PentadError | None]) -> PentadError | None:
-        """Once all ranks have read their parts of the state of `step` steps, they share them."""
+        """Once all ranks have read their parts of the state of `step` steps, shares them among replicas."""
         with self.fence_flag.guard():
             problem = read()
             if share(self.state, self._connected.groups, has_read=problem is None):
@@ -350,7 +350,7 @@ class Runner:
         for each in self._snapshots:
             each.version = version
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # peers may read the weights as soon as this rank's call has ended
+            torch.cuda.synchronize(self.device)  # peers may read the weights as soon as this call returns
         if self.executor is not None:
             self.executor.optimizer_step.version.fill_(version)
 
@@ -371,12 +371,12 @@ class Runner:
             self.profiler.run(self._connected, self.programs[batch.program], step, batch)
 
     def _grow_slots(self) -> None:
-        """After tokens have found no slot to their experts: on all ranks alike."""
+        """Enlarges the expert slots after tokens have found none; on all ranks alike."""
         assert self._slots is not None
         self._slots.grow(self.plan.slice_tokens)
         self.expert_slots, self.rejected = self._slots.tokens, None
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # of tensors that are too small now
+            torch.cuda.empty_cache()  # frees tensors that are now too small
 
     def _finish_step(self) -> None:
         """Completes the open step: validates it and waits for everything in flight."""

@@ -1,4 +1,4 @@
-"""Moves the state of a rank: from a checkpoint, on a disk or in the memory of ranks, and to where others read it."""
+"""Moves the state of a rank: from a checkpoint on disk or in the memory of ranks, and to where others can read it."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ Problem = Damaged | Unreadable | None
 
 
 class StateReader:
-    """Reads what a rank holds; where several ranks hold the same, what it is the first of to hold, and `share` sends it
-    to the others. What it returns is why it could not."""
+    """Reads the state of a rank. Where several ranks hold the same part, only the first reads it, and `share` sends it
+    to the others. The methods return why reading failed, if it did."""
 
     def __init__(self, state: RankState, copies: HostCopies, check: Callable[[], None]) -> None:
         self.state, self.copies, self.check = state, copies, check
         self.begun: tuple[CopySource, Future[Problem]] | None = None
 
     def read(self, folder: str, *, optimizer: bool) -> Problem:
-        """A checkpoint, or only its weights without `optimizer`."""
+        """Reads a checkpoint (without `optimizer`, only its weights)."""
         return self._read(partial(open_checked, location(folder)), optimizer=optimizer)
 
     def begin(self, source: CopySource) -> None:
-        """A copy in the memory of ranks, beside other calls."""
+        """Starts reading a copy in the memory of ranks in the background."""
         self.begun = source, in_background(partial(self._read_copy, source))
 
     def read_copy(self, source: CopySource) -> Problem:
-        """A copy; waits for it if it has begun."""
+        """Reads a copy; if it has begun, waits for it."""
         if self.begun is None or self.begun[0] != source:
             self.end()
             return self._read_copy(source)
@@ -54,14 +54,14 @@ class StateReader:
             self.end()
 
     def end(self) -> None:
-        """Waits until nothing is written to the state."""
+        """Waits until nothing is being written to the state."""
         if self.begun is not None:
             wait([self.begun[1]])
             self.begun = None
 
     def _read_copy(self, source: CopySource) -> Problem:
         if self.state.device.type == "cuda":
-            torch.cuda.set_device(self.state.device)  # of this thread
+            torch.cuda.set_device(self.state.device)  # for this thread
         return self._read(partial(checkpoint_in_memory, source, self.copies, self.check))
 
     def _read(self, open_: Callable[[], Checkpoint], *, optimizer: bool = True) -> Problem:
@@ -76,7 +76,8 @@ class StateReader:
 
 
 def share(state: RankState, groups: ProcessGroups, *, has_read: bool) -> bool:
-    """After all ranks have tried to read: whether all have, and then every rank has what it holds."""
+    """Called once all ranks have tried to read. Returns whether all have succeeded; every rank then has all that it
+    holds."""
     if not _all_agree(has_read, groups.world, state.device):
         return False
     state.receive(groups, _senders(state))
@@ -84,7 +85,7 @@ def share(state: RankState, groups: ProcessGroups, *, has_read: bool) -> bool:
 
 
 def _senders(state: RankState) -> dict[ShardPart, int]:
-    """By what this rank holds, the first of several ranks that hold the same."""
+    """The first of the ranks that hold the same part, for each part of this rank that others hold, too."""
     found = dict[ShardPart, int]()
     for shard, parameters in state.parameters.items():
         first, *others = replicas(state.plan, shard, state.rank)
@@ -104,8 +105,9 @@ def _all_agree(agrees: bool, world: dist.ProcessGroup | None, device: torch.devi
 def hand_over(
     state: RankState, copies: HostCopies, key: CopyKey, parts: Mapping[int, ParamShard], num_neighbours: int
 ) -> None:
-    """Copies, at once, what this rank holds of these parameter shards to `copies`, as parts of these numbers; this many
-    ranks of the host do the same. Raises PentadError if there is no host memory for that."""
+    """Synchronously copies what this rank holds of these parameter shards to `copies`, under the part numbers in
+    `parts`, while `num_neighbours` ranks of the host do the same. Raises PentadError if host memory does not
+    suffice."""
     files = {number: state.files((shard,)) for number, shard in parts.items()}
     size, room = sum(map(snapshot_bytes, files.values())), available_bytes() // num_neighbours
     if size > room:

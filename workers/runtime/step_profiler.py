@@ -27,18 +27,18 @@ from pentad.workers.data.batch_loader import Batch
 from pentad.workers.runtime.executor import Executor, RunAction
 from pentad.workers.runtime.rank_program import RankProgram
 
-MOST_EVENTS = 100_000  # of a rank and step: less than 1 MB, and some seconds of the host
+MOST_EVENTS = 100_000  # per rank and step: less than 1 MB, and some seconds of the host
 MOST_NAME = 200  # characters of a kernel's name
-MARK = "pentad instruction "  # what the profiler's names of instructions begin with
-CUDA_CALLS = ("cuda", "cuLaunch", "cuMem", "cuStream", "cuEvent", "cuGraph")  # of the runtime, and of the driver
+MARK = "pentad instruction "  # prefix of the profiler's names for instructions
+CUDA_CALLS = ("cuda", "cuLaunch", "cuMem", "cuStream", "cuEvent", "cuGraph")  # calls of the runtime and of the driver
 NO_KERNELS = "torch's profiler saw no kernels: CUPTI is missing, or another profiler uses it"
-_in_use = threading.Lock()  # a process has one profiler, which a thread that was left behind may still hold
+_in_use = threading.Lock()  # a process has one profiler, which an abandoned thread may still hold
 
 
 class StepProfiler:
-    """Profiles the steps of a rank that are in `steps`; `take` has their profiles.
+    """Profiles those steps of a rank that are in `steps`; `take` returns their profiles.
 
-    The profiler only observes: it changes no bit, and a step runs without it where it does not start.
+    The profiler only observes: it changes no bit, and if it does not start, the step runs without it.
     """
 
     def __init__(self, steps: Sequence[int], device: torch.device) -> None:
@@ -46,7 +46,7 @@ class StepProfiler:
         self.profiles = dict[int, RankProfile]()
 
     def run(self, executor: Executor, program: RankProgram, step: int, batch: Batch) -> None:
-        """Has the executor issue a step; one that is profiled is also complete afterwards. Raises Aborted if the
+        """Has the executor issue a step; a profiled step has also completed when this returns. Raises Aborted if the
         generation ends."""
         if step not in self.steps:
             executor.run(program, step, batch)
@@ -70,20 +70,20 @@ class StepProfiler:
             self.profiles[step] = RankProfile(problem=_sentence(error))
 
     def take(self, step: int) -> RankProfile | None:
-        """That of a step whose results are read; None if it was not chosen."""
+        """The profile of a step whose results are being read; None if it was not chosen."""
         return self.profiles.pop(step, None)
 
 
 class _Recording:
-    """A profiler that runs until `profile` or `discard`, with the time on the monotonic clock at which the host began
+    """A profiler that runs until `profile` or `discard`, and the time on the monotonic clock at which the host began
     each instruction."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises RuntimeError if the process has a profiler already, and whatever torch does if it cannot start."""
+        """Raises RuntimeError if the process already has a profiler, and whatever torch raises if it cannot start."""
         if not _in_use.acquire(blocking=False):
             raise RuntimeError("a profiler of an earlier generation is still running")
         try:
-            from torch.autograd.profiler import profile  # that of torch.profiler imports torch's compiler
+            from torch.autograd.profiler import profile  # torch.profiler's would import torch's compiler
 
             self.on_gpu, self.marks = device.type == "cuda", list[tuple[Action, int]]()
             self.profiler: Any = profile(use_device="cuda" if self.on_gpu else None, use_kineto=True)
@@ -93,7 +93,7 @@ class _Recording:
             raise
 
     def marked(self, run_action: RunAction) -> RunAction:
-        """The same, within a mark that bears the action's name."""
+        """`run_action` within a mark that bears the action's name."""
         from torch.autograd.profiler import record_function
 
         def run(action: Action) -> None:
@@ -104,7 +104,7 @@ class _Recording:
         return run
 
     def profile(self) -> RankProfile:
-        """The events of a step that is complete. Raises RuntimeError without the marks of its instructions."""
+        """The events of a completed step. Raises RuntimeError if the marks of its instructions are missing."""
         try:
             self.profiler.__exit__(None, None, None)
             events = list(_events(self.profiler.kineto_results.events(), self.marks))
@@ -115,26 +115,27 @@ class _Recording:
         return RankProfile(pack(kept), len(events) - len(kept), NO_KERNELS if lacks_kernels else "")
 
     def discard(self) -> None:
-        """Ends it without waiting for the GPU, which may never complete what a lost rank has left."""
+        """Ends the profiler without waiting for the GPU, which may never complete what a lost rank has left
+        unfinished."""
         try:
             with suppress(Exception):
-                self.profiler.use_device = None  # it would call its `synchronize`
+                self.profiler.use_device = None  # otherwise it would synchronize the device
                 self.profiler.__exit__(None, None, None)
         finally:
             _in_use.release()
 
 
 def _text(action: Action) -> str:
-    """'1F4', or '1F4+2BW0' of an overlapped pair."""
+    """'1F4', or '1F4+2BW0' for an overlapped pair."""
     return "+".join(str(part.key) for part in action.parts)
 
 
 def _events(found: Sequence[Any], marks: Sequence[tuple[Action, int]]) -> Iterator[ProfileEvent]:
-    """The profiler's events on the monotonic clock, each with the instruction within which the host issued it.
+    """The profiler's events on the monotonic clock, each with the instruction during which the host issued it.
 
-    Every mark is a reading of both clocks, but late on the profiler's by what it takes to begin one: the least
-    difference is the difference of the clocks. Kernels are found by what launched them: a call of the CUDA runtime, or
-    else an operator. A graph's kernels are those of the instruction that launched it.
+    Every mark gives a reading of both clocks, the profiler's being late by the time it takes to begin the mark, so the
+    smallest difference is the offset between the clocks. A kernel belongs to the call of the CUDA runtime that launched
+    it or, failing that, to the operator; the kernels of a graph belong to the instruction that launched the graph.
     """
     known = [(event, kind, event.name()) for event in found if (kind := _kind(event))]
     begun = sorted((event for event, _, name in known if name.startswith(MARK)), key=lambda event: event.start_ns())
@@ -143,7 +144,7 @@ def _events(found: Sequence[Any], marks: Sequence[tuple[Action, int]]) -> Iterat
     offset = min(event.start_ns() - at for event, (_, at) in zip(begun, marks, strict=True))
     starts, ends = [event.start_ns() for event in begun], [event.end_ns() for event in begun]
     names = [(_text(action), "+".join(part.op.value for part in action.parts)) for action, _ in marks]
-    operators, calls = dict[int, int](), dict[int, int]()  # starts by correlation, of what launches kernels
+    operators, calls = dict[int, int](), dict[int, int]()  # start times by correlation id, of what launches kernels
     for event, kind, name in known:
         if kind == OPERATOR:
             (calls if name.startswith(CUDA_CALLS) else operators)[event.correlation_id()] = event.start_ns()
@@ -163,7 +164,7 @@ def _events(found: Sequence[Any], marks: Sequence[tuple[Action, int]]) -> Iterat
 
 
 def _kind(event: Any) -> str | None:
-    """None for a mark in the timeline of a GPU, which spans the kernels of an instruction. torch 2.11 does not tell the
+    """None for a mark in a GPU's timeline, which spans the kernels of an instruction. torch 2.11 does not expose the
     type of an activity."""
     if event.device_type() == DeviceType.CPU:
         return OPERATOR

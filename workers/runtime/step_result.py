@@ -22,7 +22,8 @@ def step_result(
     data_wait_seconds: float,
     profile: RankProfile | None,
 ) -> StepResult:
-    """That of a step that has ended, whose data the host waited for so long. The executor forgets the step."""
+    """The result of a step that has ended, for whose data the host waited `data_wait_seconds`. The executor forgets the
+    step."""
     batch, step, slots = plan.batch, committed.step, executor.groups.layers.ep.slots
     issued, device = executor.issued.pop(step), executor.optimizer_step.device
     largest = committed.losses[: batch.global_batch_size].view(batch.replicas, batch.microbatches, -1)

@@ -16,7 +16,7 @@ THROTTLES = {
     "thermal": nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown,
     "hardware": nvml.nvmlClocksEventReasonHwSlowdown,
 }
-# Errors that the driver reports, by what they mean in NVIDIA's list of XIDs.
+# Errors that the driver reports, described as in NVIDIA's list of XIDs.
 XIDS = {
     13: "an error in a kernel",
     31: "a kernel read or wrote a wrong address",
@@ -29,7 +29,7 @@ XIDS = {
     95: "an uncontained memory error",
     119: "the GPU's system processor does not answer",
 }
-MOST_XIDS = 100  # that a process remembers of a GPU
+MOST_XIDS = 100  # that a process remembers for each GPU
 _seen: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=MOST_XIDS))
 
 
@@ -52,9 +52,10 @@ class GpuState(NamedTuple):
 
 
 def read_gpu(index: int) -> GpuState | None:
-    """The state of this host's GPU number `index` in NVML's order; None without NVML, that GPU, or any answer.
+    """The state of this host's GPU `index` in NVML's order; None without NVML, without that GPU, or if it reports
+    nothing.
 
-    Takes less than a millisecond, except for the first call of a process.
+    Takes less than a millisecond, except for the first call in a process.
     """
     try:
         handle = _handle(index)
@@ -91,7 +92,7 @@ def _xids(index: int) -> tuple[int, ...] | None:
         events = _events(index)
     except nvml.NVMLError:
         return None
-    with suppress(nvml.NVMLError):  # that no event is left
+    with suppress(nvml.NVMLError):  # raised when no event is left
         while True:
             _seen[index].append(int(nvml.nvmlEventSetWait_v2(events, 0).eventData))
     return tuple(_seen[index])
@@ -99,18 +100,18 @@ def _xids(index: int) -> tuple[int, ...] | None:
 
 @functools.cache
 def _events(index: int) -> Any:
-    """Where NVML keeps the XIDs of a GPU until they are read."""
+    """The event set in which NVML keeps the XIDs of a GPU until they are read."""
     handle, events = _handle(index), nvml.nvmlEventSetCreate()
     try:
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
-    except nvml.NVMLError:  # this GPU reports none, and is asked again with every reading
+    except nvml.NVMLError:  # this GPU reports none; it is asked again at every reading
         nvml.nvmlEventSetFree(events)
         raise
     return events
 
 
 def query(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result, None if this GPU or driver does not support it."""
+    """The function's result, or None if this GPU or driver does not support it."""
     with suppress(nvml.NVMLError):
         return function(*arguments)
     return None

@@ -1,7 +1,7 @@
-"""Tied embeddings across pipeline stages: the first and the last stage each have a copy and add up its gradients.
+"""Tied embeddings across pipeline stages: the first and the last stage each have a copy and sum its gradients.
 
-The last stage needs the embedding as its head or for multi-token prediction. The sum is taken just before the
-gradient norm, in which it counts once.
+The last stage needs the embedding as its head or for multi-token prediction. The sum is taken just before the gradient
+norm, which counts it once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pentad.workers.rank_waits import rank_waits
 
 
 class EmbeddingPart(NamedTuple):
-    """The part of one copy in a rank's shard: `gradient[shard_index]` are the elements `span` of the copy. The rank
-    `contributes` them if no other rank does."""
+    """The part of one copy in a rank's shard: `gradient[shard_index]` holds the elements `span` of the copy. Of the
+    ranks that hold the same elements, one `contributes` them."""
 
     gradient: torch.Tensor
     shard_index: slice
@@ -45,7 +45,7 @@ class TiedEmbedding:
                     self.parts.append(EmbeddingPart(parameters.gradient, index, span, contributes))
 
     def reduce(self) -> None:
-        """Replaces the gradients of both copies by their sum, in the memory of the first if the rank has all of it."""
+        """Replaces the gradients of both copies by their sum, in place if the rank has all of one copy."""
         if not self.size:
             return
         whole = next((part for part in self.parts if part.span == slice(0, self.size)), None)

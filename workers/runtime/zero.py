@@ -1,9 +1,9 @@
 """ZeRO (arXiv 1910.02054) on one rank: full weights and gradients while they are used, shards otherwise.
 
-Weights are all-gathered, and gradients reduce-scattered, over the holders of a stage: data-parallel replicas and
-DualPipe's mirror ranks alike; or over groups of them (`Plan.zero_shards`), each of which has all shards. The last
-REDUCE_SCATTER of a step then adds up a shard's gradients over the groups (arXiv 2205.00119, section 3.4). The full
-buffers that stages share (schedules/passes/zero_buffers.py) are allocated once.
+Weights are all-gathered, and gradients reduce-scattered, over the holders of a stage (data-parallel replicas as well as
+DualPipe's mirror ranks), or over groups of them (`Plan.zero_shards`), each of which has all shards. The last
+REDUCE_SCATTER of a step then sums a shard's gradients over the groups (arXiv 2205.00119, section 3.4). The full buffers
+that stages share (schedules/passes/zero_buffers.py) are allocated once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ B = TypeVar("B", bound=WeightBuffer)
 
 
 class ZeroShards:
-    """Runs ALL_GATHER, FREE, REDUCE_SCATTER and ALL_REDUCE. A stage without other holders is never sharded."""
+    """Runs ALL_GATHER, FREE, REDUCE_SCATTER and ALL_REDUCE. A stage with a single holder is never sharded."""
 
     def __init__(self, plan: Plan, rank: int, stages: Mapping[int, BaseStage]) -> None:
         self.stages, program, pp = stages, plan.program, plan.mesh.coordinates(rank).pp
@@ -57,7 +57,7 @@ class ZeroShards:
         self.gradients = _allocate(self.gradient_pools, held.gradient)
         self.num_programs = len(trained)
         self.bound_pool: Pool | None = None
-        self.in_8_bits: list[tuple[Fp8Shard, Group]] = []  # with the group of their holders
+        self.in_8_bits: list[tuple[Fp8Shard, Group]] = []  # with the group of each shard's holders
         self.tp_group: Group = None
         self.replicas: dict[ParamShard, dist.ProcessGroup] = {}
         self.bf16_reduce, self.sums_in_lane = plan.bf16_reduce, held.gradient.is_cuda
@@ -65,8 +65,8 @@ class ZeroShards:
         self.begin(0)
 
     def join(self, groups: ProcessGroups) -> None:
-        """Casts weights to 8 bits, and adds up gradients, together with these ranks from now on, in the same order on
-        DualPipe's mirrors."""
+        """Sets the groups over which weights are cast to 8 bits and gradients summed from now on; in the same order on
+        DualPipe's mirror ranks."""
         self.in_8_bits, self.replicas, self.tp_group = [], {}, groups.layers.tp.group
         for shard, buffers in sorted(chain.from_iterable(self.trained.values()), key=lambda each: each[0]):
             if (narrow := buffers.parameters.in_8_bits) is not None:
@@ -76,19 +76,20 @@ class ZeroShards:
                 self.replicas[shard] = group
 
     def updated(self, collectives: Collectives) -> None:
-        """A step is committed, which needs no other rank; weights in 8 bits do, so they are cast in `refresh`."""
+        """Called when a step has been committed. A commit needs no other rank, but casting weights to 8 bits does, so
+        that is left to `refresh`."""
         for each, _ in self.in_8_bits:
             each.is_stale = True
         collectives.after_update()
 
     def refresh(self, collectives: Collectives) -> None:
-        """Casts weights that have changed to 8 bits, before anything gathers them. All ranks must call it."""
+        """Casts changed weights to 8 bits before they are gathered. All ranks must call it."""
         if self._is_stale:
             _cast(self.in_8_bits, self.tp_group)
             collectives.after_update()
 
     def begin(self, program: int) -> None:
-        """A step of this program of the plan follows: every stage adds gradients to its place there."""
+        """Prepares for a step of this program of the plan: binds every stage to its gradient buffers there."""
         self.program = program
         if program >= len(self.gradient_pools) or self.gradient_pools[program] == self.bound_pool:
             return
@@ -100,14 +101,14 @@ class ZeroShards:
             self.stages[stage].bind()
 
     def full_gradients(self, shard: ParamShard, buffers: ParamBuffers, program: int) -> torch.Tensor:
-        """Where a rank adds up the gradients of a shard in a program of the plan."""
+        """Where a rank accumulates the gradients of a shard in a program of the plan."""
         if buffers.parameters.full_gradients is not None:
             return buffers.parameters.full_gradients
         offset = self.gradient_pools[program].offsets[shard.stage, 0][shard.experts]
         return self.gradients[shard.experts][offset : offset + buffers.shard.layout.padded_size]
 
     def shared(self) -> dict[str, torch.Tensor]:
-        """What peers read, by name."""
+        """The tensors that peers read, by name."""
         found = dict[str, torch.Tensor]()
         for shard, buffer in chain.from_iterable(map(self._weights, self.stages)):
             if buffer.shard.layout.num_shards > 1:
@@ -118,7 +119,7 @@ class ZeroShards:
         return found
 
     def gather(self, part: Instruction, collectives: Collectives, program: int) -> list[Arrival]:
-        """ALL_GATHER: fills a stage's full weights, at the place of this gather of a program."""
+        """ALL_GATHER: fills a stage's full weights, at the place that the program has for this gather."""
         works = list[Arrival]()
         for shard, buffer in self._weights(part.stage):
             held = buffer.shard
@@ -136,15 +137,15 @@ class ZeroShards:
         return works
 
     def free(self, part: Instruction) -> None:
-        """FREE: gives the place up; the stage must not read its weights until the next gather."""
+        """FREE: releases the buffers; the stage must not read its weights until the next gather."""
         for _, buffer in self._weights(part.stage):
             if buffer.shard.full_weights is None:
                 buffer.clear_weights()
         self.stages[part.stage].bind()
 
     def scatter(self, part: Instruction, collectives: Collectives, *, is_last: bool) -> list[Arrival]:
-        """REDUCE_SCATTER: this rank's shard of the sum of the full gradients, added to that of earlier microbatches;
-        with the last one of the step, over all replicas of the shard."""
+        """REDUCE_SCATTER: adds this rank's shard of the summed full gradients to that of earlier microbatches; the last
+        one of a step also sums over all replicas of the shard."""
         works = list[Arrival]()
         for shard, buffers in self.trained[part.stage]:
             sums, scattered = buffers.parameters.gradient, list[Arrival]()
@@ -161,7 +162,7 @@ class ZeroShards:
         return works
 
     def all_reduce(self, part: Instruction, groups: ProcessGroups) -> list[Arrival]:
-        """ALL_REDUCE: the full gradients of a stage, where none are cut."""
+        """ALL_REDUCE: sums the full gradients of a stage, none of which are sharded."""
         works = list[Arrival]()
         for (_, buffers), group in zip(self.trained[part.stage], groups.gradients[part.stage], strict=True):
             assert buffers.gradients is not None
@@ -170,7 +171,7 @@ class ZeroShards:
         return works
 
     def sum_replicas(self) -> None:
-        """NORM, on a CPU: does what no lane has done (see `_sum_after`)."""
+        """NORM, on a CPU: runs the sums that `_sum_after` has deferred."""
         for work in [work for begin in self.unsummed for work in begin()]:
             with rank_waits.abandonable():
                 work.wait()
@@ -179,9 +180,9 @@ class ZeroShards:
         self.unsummed.clear()
 
     def _sum_after(self, scattered: list[Arrival], sums: torch.Tensor, group: dist.ProcessGroup) -> list[Arrival]:
-        """Adds up a shard's sums over its replicas. A GPU's lane does so once they have been `scattered`. A CPU's host
-        would have to wait for that, perhaps for a rank that waits for a transfer from this one, so it does so at NORM,
-        in the same order on all ranks."""
+        """Sums a shard's gradients over its replicas once they have been `scattered`. On a GPU the lane does so. On a
+        CPU the host would have to wait for the scatter, perhaps for a rank that itself waits for a transfer from this
+        one, so the sum is deferred to NORM, in the same order on all ranks."""
         begin = partial(begin_all_reduce, sums, group, bf16=self.bf16_reduce)
         if not self.sums_in_lane:
             self.unsummed.append(begin)
@@ -192,8 +193,8 @@ class ZeroShards:
 
     @contextmanager
     def gathered(self, groups: ProcessGroups, stage: int) -> Iterator[None]:
-        """Between two steps: has the full weights of a stage in its own buffers, or at the start of those that stages
-        share. All ranks must enter."""
+        """Gathers the full weights of a stage, between two steps, into its own buffers or the start of those that
+        stages share. All ranks must enter."""
         if self._is_stale:
             _cast(self.in_8_bits, self.tp_group)
         for shard, buffer in self._weights(stage):
@@ -204,7 +205,7 @@ class ZeroShards:
             if full is None:
                 full = _fitted_weights(self.weights[shard.experts + TRAINED_KINDS * shard.frozen], 0, buffer)
                 buffer.set_weights(full)
-            # Peer copies have no groups for the weights of trained shards.
+            # With peer copies, the weights of trained shards have no groups.
             group = groups.weights.get(shard) or groups.zero[stage][shard.experts]
             with rank_waits.abandonable():
                 for parts, own in _gathers(buffer, full):
@@ -226,19 +227,19 @@ class ZeroShards:
         return any(each.is_stale for each, _ in self.in_8_bits)
 
     def _weights(self, stage: int) -> list[tuple[ParamShard, WeightBuffer]]:
-        """All that a stage reads."""
+        """All weights that a stage reads."""
         return [*self.trained[stage], *self.frozen[stage]]
 
 
 def _allocate(pools: list[Pool], like: torch.Tensor) -> list[torch.Tensor]:
-    """Memory for the pools of all programs, by kind of parameters."""
+    """Memory that suffices for the pools of every program, by kind of parameters."""
     return [like.new_zeros(elements) for elements in longest(pools)]
 
 
 def _by_stage(
     shards: Iterable[ParamShard], buffers: Mapping[int, Iterable[B]]
 ) -> dict[int, list[tuple[ParamShard, B]]]:
-    """The buffers of each stage, which are in the order of its shards."""
+    """Pairs the buffers of each stage, which are in the order of its shards, with these."""
     held = {stage: [shard for shard in shards if shard.stage == stage] for stage in buffers}
     return {stage: list(zip(held[stage], each, strict=True)) for stage, each in buffers.items()}
 
@@ -249,21 +250,21 @@ def _fitted_weights(pool: torch.Tensor, offset: int, buffer: WeightBuffer) -> to
 
 
 def _own_parts(buffer: WeightBuffer) -> list[torch.Tensor]:
-    """What this rank gives to full weights, those in 8 bits as bytes."""
+    """What this rank contributes to full weights; 8-bit weights as bytes."""
     narrow = buffer.parameters.in_8_bits if isinstance(buffer, ParamBuffers) else None
     both = (buffer.shard.compute, *(() if narrow is None else (narrow.values.view(torch.uint8),)))
     return [part for part in both if part.numel()]
 
 
 def _gathers(buffer: WeightBuffer, full: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The parts of `full` weights [gathered_size], and what this rank gives to each."""
+    """The parts of `full` weights [gathered_size], each with this rank's contribution."""
     parts = (part for part in buffer.shard.gathered_parts(full) if part.numel())
     return zip(parts, _own_parts(buffer), strict=True)
 
 
 def _cast(shards: Sequence[tuple[Fp8Shard, Group]], tp_group: Group) -> None:
-    """Casts shards, each with the group of its holders, all of whom must call it, with the same order. Scales of whole
-    matrices are the same on all tensor ranks, which have parts of them."""
+    """Casts shards, each with the group of its holders, which must all call this in the same order. Per-matrix scales
+    are the same on all tp ranks, each of which has a part of the matrix."""
     by_group: dict[Group, list[Fp8Shard]] = {}
     for shard, group in shards:
         shard.measure()

@@ -1,1 +1,2 @@
-"""Point-to-point transfers between pipeline ranks, and the reduction of the gradient norm."""
+"""Moves data between ranks: pipeline transfers, ZeRO's collectives, rows inside layers, the gradient norm's
+reduction."""

@@ -1,4 +1,4 @@
-"""A stream beside compute on which copy engines read the memory of other ranks."""
+"""A stream beside compute on which copy engines read other ranks' memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ EVENTS = 64  # far more than copies are in flight
 
 
 class Lane(Protocol):
-    """The stream, known as `handle` to flags and memory."""
+    """A stream; flags and memory know it by its `handle`."""
 
     handle: Any
 
     def follow(self) -> None:
-        """Makes the lane wait for what the current stream has been given so far."""
+        """Makes the lane wait for everything enqueued on the current stream so far."""
         ...
 
     def end(self) -> Arrival:
-        """Everything that the lane has been given so far."""
+        """The arrival of everything enqueued on the lane so far."""
         ...
 
 
 class CudaLane:
-    """The lane of a stream. Its events are used again and again: long before, someone has waited for them. They are the
+    """The lane of a stream. Its events are reused cyclically, long after anything waited for them. They are the
     driver's own, which take streams by their handles."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

@@ -1,7 +1,7 @@
-"""What reductions of gradients launch is launched once before the first step.
+"""Launches the kernels of gradient reductions once before the first step.
 
-CUDA may block a host at a kernel's first use until its GPU has done all that was launched before. Programs survive that
-at compute instructions (tests/schedules/verify/test_blocking_hosts.py), not at reductions: one may come between a
+At a kernel's first use CUDA may block the host until its GPU has done everything launched before. Programs survive that
+at compute instructions (tests/schedules/verify/test_blocking_hosts.py), but not at reductions: one may come between a
 receive and what its sender waits for, on both ranks at once.
 """
 
@@ -15,8 +15,8 @@ from pentad.schedules.spec.zero_layout import replicas, zero_group
 
 
 def launch_reductions(plan: Plan, rank: int, like: torch.Tensor) -> None:
-    """Launches the kernels that sum the gradients of a rank, which are of the dtype and on the device of `like`. A CPU
-    has none to load."""
+    """Launches the kernels that sum a rank's gradients, in the dtype and on the device of `like`. On a CPU there is
+    nothing to load."""
     if not like.is_cuda:
         return
     shards, is_copied = plan.param_shards_of(rank), plan.transport_along("dp") == "peer"

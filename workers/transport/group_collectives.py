@@ -14,7 +14,7 @@ from pentad.workers.transport.bf16_reduction import all_reduce_bf16, reduce_scat
 
 
 def begin_all_reduce(gradients: torch.Tensor, group: dist.ProcessGroup, *, bf16: bool) -> list[Arrival]:
-    """Begins to replace gradients [n] by their sum over the ranks of the group, with terms in `bf16` if asked for."""
+    """Starts replacing gradients [n] by their sum over the ranks of the group; with `bf16`, of terms in bfloat16."""
     if bf16:
         return all_reduce_bf16(gradients, group)
     return [dist.all_reduce(gradients, group=group, async_op=True)]
@@ -22,14 +22,14 @@ def begin_all_reduce(gradients: torch.Tensor, group: dist.ProcessGroup, *, bf16:
 
 @dataclass(frozen=True)
 class GroupCollectives:
-    """Collectives of one rank; they end with the works that they return. With `bf16_reduce` gradients go in
-    bfloat16."""
+    """Collectives of one rank; they have ended once the works that they return have. With `bf16_reduce`, gradients
+    travel in bfloat16."""
 
     groups: ProcessGroups
     bf16_reduce: bool
 
     def all_gather(self, shard: ParamShard, full: torch.Tensor, part: torch.Tensor) -> list[Arrival]:
-        """Fills `full` [holders part] with the weights of those that ZeRO cuts them over, of which this rank has
+        """Fills `full` [holders part] with the weights of all ranks among which ZeRO divides them; this rank has
         `part`."""
         return [all_gather(full, part, group=self.groups.weights[shard], async_op=True)]
 
@@ -43,8 +43,8 @@ class GroupCollectives:
         accumulate: bool,
         first: int,
     ) -> list[Arrival]:
-        """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
-        or adds that sum to it. `part` may be its place in `full`."""
+        """Sums the elements of `part` over the holders' gradients, of which this rank has `full`, and writes the sum to
+        `part` or, with `accumulate`, adds it. `part` may be its place in `full`."""
         group = self.groups.zero[shard.stage][shard.experts]
         assert group is not None
         if self.bf16_reduce:

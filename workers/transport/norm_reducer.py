@@ -30,7 +30,7 @@ class NormReducer:
 
     The totals of all pipelines' last ranks then go to all ranks. They are a few bytes a step, so they travel through
     the TCP store, over a connection of their own, and occupy neither the GPU nor a communicator. Sums that arrive after
-    an abort, once `cancelled` is not 0, stay here: a GPU whose waits it has ended computes nonsense.
+    an abort, when `cancelled` is not 0, are not passed on: a GPU whose waits an abort has ended computes nonsense.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class NormReducer:
             sums += self._receive(self.pipeline, self.pp - 1)
         self.store.set(_key(self.reduced, self.pipeline, self.pp), sums.tobytes().hex())
         totals = np.stack([self._receive(pipeline, self.pp_size - 1) for pipeline in range(self.num_pipelines)])
-        # Every rank has read the previous step's: it has contributed to this one.
+        # Every rank has contributed to this step, and so has read the previous step's sums.
         self.store.delete_key(_key(self.reduced - 1, self.pipeline, self.pp))
         self.reduced += 1
         with self.changed:

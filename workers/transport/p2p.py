@@ -26,7 +26,7 @@ class P2PTransport:
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
-    flags: StreamFlags | None = None  # of the ranks of this host, which copy inside layers or for ZeRO
+    flags: StreamFlags | None = None  # of this host's ranks, which copy inside layers or for ZeRO
 
     def __post_init__(self) -> None:
         self.slots: dict[Op, dict[int, torch.Tensor]] = defaultdict(dict)
@@ -36,14 +36,14 @@ class P2PTransport:
         """Nothing to do: tags tell transfers apart."""
 
     def send(self, part: Instruction, tensor: torch.Tensor) -> None:
-        """Starts a transfer [T, H] of a tensor that does not change until it has ended."""
+        """Starts a transfer [T, H] of a tensor that does not change until the transfer has ended."""
         peer = self.mesh.move(self.groups.rank, pp=part.peer)
         group = self.groups.channels[channel_of(part, self.groups.rank, peer)]
         tensor = tensor.contiguous()
         work = dist.isend(tensor, peer, group=group, tag=_tag(part))
         assert work is not None
         if tensor.is_cuda:
-            work.wait()  # the lane's stream waits, not the host
+            work.wait()  # makes the lane's stream wait, not the host
         else:
             self.sends.append((work, tensor))
 
@@ -51,7 +51,7 @@ class P2PTransport:
         """Nothing to do: tags tell transfers apart."""
 
     def receive(self, part: Instruction, rows: int | None = None) -> tuple[torch.Tensor, dist.Work]:
-        """Starts to fill the first `rows` (None: all) of a slot and returns them; they may be read once the work is
+        """Starts filling the first `rows` (None: all) of a slot and returns them; they may be read once the work is
         done."""
         slot = self.slots[part.op].get(part.slot)
         if slot is None:
@@ -70,7 +70,7 @@ class P2PTransport:
         self.sends.clear()
 
     def release(self) -> None:
-        """Ends every wait for ranks of this host, now and later. From any thread. Transfers end when the process groups
+        """Ends all waits for ranks of this host, now and later. From any thread. Transfers end when the process groups
         are aborted."""
         if self.flags is not None:
             self.flags.release()

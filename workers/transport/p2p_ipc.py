@@ -2,7 +2,7 @@
 
 The sender copies into the receiver's slot with a copy engine, then sets a flag; both sides wait with stream memory
 operations (cuStreamWaitValue32), which occupy no SM. A RECV grants its slot and then waits for the arrival, a SEND
-waits for the grant. The transfers of a channel are ordered by the program, so a count identifies the one a flag is for.
+waits for the grant. The program orders the transfers of a channel, so a count tells which transfer a flag is for.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pentad.workers.transport.stream_flags import FLAG_STRIDE, StreamFlags
 class IpcTransport:
     """Transfers of one rank; same interface as `P2PTransport`. All ranks of a pipeline must be on one host.
 
-    A rank's buffer holds its receive slots, first those of activations, then those of gradients; the ranks that send to
-    it map it. Every channel has two flags: 'granted', written by the receiver, and 'arrived', written by
-    the sender.
+    A rank's buffer holds its receive slots, those of activations before those of gradients; the ranks that send to it
+    map the buffer. Every channel has two flags: 'granted', written by the receiver, and 'arrived', written by the
+    sender.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class IpcTransport:
         self.pp = plan.mesh.coordinates(rank).pp
         self.slot_bytes = -(-shape[0] * shape[1] * dtype.itemsize // FLAG_STRIDE) * FLAG_STRIDE
         counts = [slot_counts(plan, pp) for pp in range(plan.mesh.pp)]
-        self.program = 0  # that of the present step
+        self.program = 0  # of the current step
         self.first_gradient = [count[Op.RECV_F] for count in counts]
         size = max(1, counts[self.pp].total()) * self.slot_bytes
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
@@ -54,13 +54,13 @@ class IpcTransport:
         self.step_sends: Counter[Channel] = Counter()  # in this step
 
     def begin_step(self, program: int) -> None:
-        """The next transfers are those of this program of the plan."""
+        """The transfers that follow are those of this program of the plan."""
         self.program = program
         self.step_sends.clear()
 
     def send(self, part: Instruction, tensor: torch.Tensor) -> None:
-        """On the lane: waits for the grant, copies [T, H] into the slot, notifies the receiver. The tensor does not
-        change until it has ended."""
+        """On the lane: waits for the grant, copies [T, H] into the slot, notifies the receiver. The tensor must not
+        change until the transfer has ended."""
         channel = channel_of(part, self.rank, self._peer(part))
         slot = self.target_slots[self.program][channel][self.step_sends[channel]]
         self.transfers[channel] += 1
@@ -71,7 +71,7 @@ class IpcTransport:
         self.flags.write(("arrived", channel), self.transfers[channel])
 
     def leave_out(self, part: Instruction) -> None:
-        """A transfer of the program that both ends leave out."""
+        """Skips a transfer of the program, as the peer does."""
         self.step_sends[channel_of(part, self.rank, self._peer(part))] += 1
 
     def receive(self, part: Instruction, rows: int | None = None) -> tuple[torch.Tensor, None]:
@@ -88,7 +88,7 @@ class IpcTransport:
         """Nothing to wait for: the lanes keep the order."""
 
     def release(self) -> None:
-        """Ends every wait for ranks of this host, now and later. From any thread."""
+        """Ends all waits for ranks of this host, now and later. From any thread."""
         self.flags.release()
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class IpcTransport:
 
 
 def slot_counts(plan: Plan, pp: int) -> Counter[Op]:
-    """How many receive slots a pipeline rank's programs use, by kind of receive: one program runs after the other."""
+    """The number of receive slots that a pipeline rank needs for all programs, which share them, by kind of receive."""
     counts: Counter[Op] = Counter()
     for part in chain.from_iterable(instructions_of(program.streams[pp]) for program in plan.programs):
         if part.op in RECEIVES:
@@ -124,7 +124,7 @@ def slot_counts(plan: Plan, pp: int) -> Counter[Op]:
 
 
 def flag_names(plan: Plan, ranks: Collection[int]) -> list[Hashable]:
-    """Two flags of every channel between the ranks of a host, in the same order on each."""
+    """The two flags of every channel between the ranks of a host, in the same order on each."""
     mesh = plan.mesh
     if plan.transport_along("pp") != "peer":
         return []

@@ -1,12 +1,12 @@
-"""ZeRO's collectives between the GPUs of one host by copy engines, which leave the SMs to the kernels beside them.
+"""ZeRO's collectives between the GPUs of one host by copy engines, which leave the SMs to concurrent kernels.
 
-Every rank reads what it needs from the memory of its peers, and flags in host memory say when it may. Weights may be
-read from one update to the next, so an ALL_GATHER waits for no other rank's ALL_GATHER. In a REDUCE_SCATTER each
-holder announces that its gradients are complete, adds the others' parts of its shard in the order of ranks, and leaves
-its gradients alone until all have read them; while it adds some elements, a lane reads the next. In bfloat16 it does so
-chunk by chunk: it rounds one into its outbox, where the others read it (the sums are those of
-workers/transport/bf16_reduction.py). An update waits for nothing more: it needs the sums of its shard, which have the
-gradients of every holder, and so come after each one's last ALL_GATHER of the step.
+Every rank reads what it needs from the memory of its peers; flags in host memory say when it may. Weights can be read
+from one update to the next, so an ALL_GATHER waits for no other rank's ALL_GATHER. In a REDUCE_SCATTER each holder
+announces that its gradients are complete, adds the others' parts of its shard in the order of ranks, and leaves its own
+gradients alone until all have read them; while it adds some elements, a lane reads the next. In bfloat16 this happens
+chunk by chunk: a holder rounds a chunk into its outbox, where the others read it (the sums are those of
+workers/transport/bf16_reduction.py). An update has nothing more to wait for: it needs the sums of its shard, which
+include every holder's gradients and so come after every holder's last ALL_GATHER of the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pentad.workers.parallel.async_ops import Arrival
 from pentad.workers.transport.bf16_reduction import chunks
 from pentad.workers.transport.copy_lane import Lane
 
-OUTBOX = "outbox"  # under which ranks share theirs
+OUTBOX = "outbox"  # the name under which ranks share their outboxes
 
 
 class Flags(Protocol):
@@ -50,25 +50,25 @@ class PeerCollectives:
     def __init__(
         self, plan: Plan, rank: int, flags: Flags, memory: Memory, lane: Lane, inbox: torch.Tensor, outbox: torch.Tensor
     ) -> None:
-        """`inbox` [elements], in the dtype of gradients, is where parts of other ranks arrive, on `lane`. They read
-        this rank's in bfloat16 from its `outbox` [elements], into an inbox of that dtype, or if it is empty where they
-        were added up."""
+        """Parts of other ranks arrive in `inbox` [elements], on `lane`. In bfloat16 they are read from the ranks'
+        `outbox` [elements] and the inbox is of that dtype; with an empty outbox they are read from the gradients
+        themselves, whose dtype the inbox has."""
         self.rank, self.flags, self.memory, self.lane = rank, flags, memory, lane
         self.inbox, self.outbox = inbox, outbox
         self.holders, self.peers = _holders(plan, rank), peers_of(plan, rank)
-        self.updates, self.awaited = 0, 0  # of the weights; those that the gathers have waited for
-        self.sums: Counter[ParamShard] = Counter()  # that were added so far
+        self.updates, self.awaited = 0, 0  # of the weights, so far; those that gathers have waited for
+        self.sums: Counter[ParamShard] = Counter()  # added so far
 
     def all_gather(self, shard: ParamShard, full: torch.Tensor, part: torch.Tensor) -> list[Arrival]:
-        """Fills `full` [holders part] with the weights of all holders, of which this rank has `part`, all that are
-        gathered in its dtype."""
+        """Fills `full` [holders part] with the weights of all holders; `part` is all that this rank contributes in its
+        dtype."""
         holders = self.holders[shard]
         if self.awaited < self.updates:
             self.awaited = self.updates
             for peer in self.peers:
                 self.flags.wait(("updated", peer), self.updates)
         own = holders.index(self.rank)
-        for index in range(own, own + len(holders)):  # no two ranks read the same one at the same time
+        for index in range(own, own + len(holders)):  # no two ranks read from the same one at the same time
             index %= len(holders)
             target = full.view(len(holders), -1)[index]
             if index != own:
@@ -87,8 +87,9 @@ class PeerCollectives:
         accumulate: bool,
         first: int,
     ) -> list[Arrival]:
-        """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
-        the elements from `first` of those that it shares, or adds that sum to it. `part` may be its place in `full`."""
+        """Sums the elements of `part` over the holders' gradients and writes the sum to `part` or, with `accumulate`,
+        adds it. This rank has `full`, which begins at element `first` of the gradients it shares. `part` may be its
+        place in `full`."""
         terms = full.view(len(self.holders[shard]), -1)
         if not self.outbox.numel():
             self._add(shard, part, terms, gradients_name(shard, program), first, accumulate=accumulate)
@@ -103,8 +104,8 @@ class PeerCollectives:
     def _add(
         self, shard: ParamShard, part: torch.Tensor, terms: torch.Tensor, name: str, first: int, *, accumulate: bool
     ) -> None:
-        """Sums for `part` [n] the holders' terms [holders, n], which each shares under this name from element `first`
-        on."""
+        """Sums the holders' terms [holders, n] for `part` [n]; each holder shares its own under `name`, from element
+        `first` on."""
         holders, size = self.holders[shard], part.numel()
         own, others = holders.index(self.rank), [holder for holder in holders if holder != self.rank]
         self.sums[shard] += 1
@@ -121,7 +122,7 @@ class PeerCollectives:
                 add_next()
             arrived = halves[number % len(halves), :, : columns.stop - columns.start]
             self.lane.follow()
-            for index in (*range(own, len(others)), *range(own)):  # as when weights are gathered
+            for index in (*range(own, len(others)), *range(own)):  # the same order as in `all_gather`
                 start = first + own * size + columns.start
                 self.memory.read(others[index], name, start, arrived[index], self.lane.handle)
             arriving.append((columns, arrived, self.lane.end()))
@@ -130,7 +131,7 @@ class PeerCollectives:
         self._announce("read", shard, others)
 
     def after_update(self) -> None:
-        """The weights are those of the next step."""
+        """Announces that the weights are those of the next step."""
         self.updates += 1
         self.flags.write(("updated", self.rank), self.updates)
 
@@ -144,7 +145,8 @@ class PeerCollectives:
         return self.inbox[: 2 * count * size].view(2, count, size)
 
     def _announce(self, event: str, shard: ParamShard, others: list[int]) -> None:
-        """Tells the other holders of this rank's event of this sum, and waits for theirs."""
+        """Announces that this rank has reached `event` in the current sum of the shard, and waits for the other holders
+        to."""
         self.flags.write((event, shard, self.rank), self.sums[shard])
         for peer in others:
             self.flags.wait((event, shard, peer), self.sums[shard])
@@ -160,21 +162,21 @@ def flag_names(plan: Plan, ranks: Sequence[int]) -> list[Hashable]:
 
 
 def peers_of(plan: Plan, rank: int) -> list[int]:
-    """The other ranks that ZeRO cuts a rank's parameters over."""
+    """The other ranks among which ZeRO divides a rank's parameters."""
     return sorted({peer for holders in _holders(plan, rank).values() for peer in holders} - {rank})
 
 
 def weights_name(shard: ParamShard, dtype: torch.dtype) -> str:
-    """Under which ranks share their part of a shard's weights that are gathered in a dtype."""
+    """The name under which ranks share their part of the weights of a shard that are gathered in this dtype."""
     return "-".join(map(str, ("weights", *map(int, shard), str(dtype).removeprefix("torch."))))
 
 
 def gradients_name(shard: ParamShard, program: int) -> str:
-    """Under which ranks share a shard's full gradients, at their place in a program of the plan."""
+    """The name under which ranks share a shard's full gradients, at their place in a program of the plan."""
     return "-".join(map(str, ("gradients", program, *map(int, shard))))
 
 
 def _holders(plan: Plan, rank: int) -> dict[ParamShard, tuple[int, ...]]:
-    """Those over which ZeRO cuts a rank's parameters."""
+    """The ranks among which ZeRO divides a rank's parameters, by shard."""
     held = (*plan.param_shards_of(rank), *plan.frozen_shards_of(rank))
     return {shard: zero_group(plan, shard, rank) for shard in held if plan.num_zero_shards(shard) > 1}

@@ -24,20 +24,20 @@ class PeerMemory:
         from cuda.bindings import driver
 
         self.driver = driver
-        torch.cuda.synchronize()  # peers may read what is exported at once
+        torch.cuda.synchronize()  # peers may read exported memory at once
         store.set(f"{key}/{rank}", json.dumps({name: self._export(tensor) for name, tensor in shared.items()}))
         self.exports = {peer: json.loads(store.get(f"{key}/{peer}")) for peer in peers}
         handles = {(peer, handle) for peer, names in self.exports.items() for handle, _ in names.values()}
         self.bases = {each: self._map(each[1]) for each in sorted(handles)}
 
     def read(self, peer: int, name: str, start: int, target: torch.Tensor, stream: int | None = None) -> None:
-        """Fills a contiguous tensor with the elements from `start` of a peer's. `stream` is a handle, None that of the
-        current one."""
+        """Fills a contiguous tensor with the elements of a peer's tensor from `start` on. `stream` is a handle; None is
+        the current stream."""
         address = self._address(peer, name) + start * target.element_size()
         self._copy(target.data_ptr(), address, target, stream)
 
     def write(self, peer: int, name: str, offset: int, tensor: torch.Tensor) -> None:
-        """On the current stream: copies a contiguous tensor into a peer's, at `offset` bytes."""
+        """On the current stream: copies a contiguous tensor into a peer's tensor, at `offset` bytes."""
         self._copy(self._address(peer, name) + offset, tensor.data_ptr(), tensor, None)
 
     def close(self) -> None:
@@ -55,8 +55,8 @@ class PeerMemory:
         check_driver(self.driver.cuMemcpyDtoDAsync(target, source, size, handle_of(stream)))
 
     def _export(self, tensor: torch.Tensor) -> tuple[str, int]:
-        """A handle of the allocation that a tensor lies in, and the tensor's offset there in bytes. Raises PentadError
-        for memory that other processes cannot map."""
+        """The handle of the allocation that contains a tensor, and the tensor's offset in it in bytes. Raises
+        PentadError for memory that other processes cannot map."""
         allocation = self.driver.cuMemGetAddressRange(tensor.data_ptr())
         check_driver(allocation)
         base = int(allocation[1])

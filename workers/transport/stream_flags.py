@@ -1,6 +1,6 @@
-"""Flags in host memory that the GPUs of a host wait for and write, and that its processes can write too.
+"""Flags in host memory that the GPUs of a host wait for and write, and that its processes can write, too.
 
-So a process can end a wait without the CUDA driver, all of whose calls may block while a stream waits.
+A process can thus end a wait without the CUDA driver, any call of which may block while a stream waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pentad.schedules.ir.errors import PentadError
 
 FLAG_STRIDE = 128  # bytes: no two flags share a cache line
 WORD = 4  # bytes of a flag
-RELEASED = 2**30 - 1  # above any count, and has every bit; the driver compares modulo 2^32
+RELEASED = 2**30 - 1  # above any count and with every bit set; the driver compares modulo 2^32
 RELEASE_SECONDS = 0.005
 _PORTABLE_AND_MAPPED = 3
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,11 +41,11 @@ class FlagWait(NamedTuple):
 
 
 class StreamFlags:
-    """Flags by name, shared by the `ranks` of a host, which give the same `first` values by name, in the same order.
-    The first of them makes the file and it is unlinked once every rank has opened it.
+    """Flags by name, shared by the `ranks` of a host, all of which pass the same `first` values in the same order.
 
-    `cancelled`, a float64 scalar of these ranks that a GPU can read, is nan from the first `release` on: what a GPU
-    computes after a wait that was ended early is wrong, also where its rank is not fenced yet.
+    The first rank creates the file, which is unlinked once every rank has opened it. `cancelled`, a float64 scalar that
+    these ranks share and a GPU can read, is nan from the first `release` on: what a GPU computes after a wait that was
+    ended early is wrong, even if its rank has not been fenced yet.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StreamFlags:
         self.releaser: threading.Thread | None = None
 
     def write(self, flag: Hashable, value: int, stream: int | None = None) -> None:
-        """Enqueues a write on the stream of this handle, None is the current one."""
+        """Enqueues a write on the stream with this handle; None is the current one."""
         check_driver(self.driver.cuStreamWriteValue32(handle_of(stream), self._address(flag), value & 0xFFFFFFFF, 0))
 
     def wait(self, flag: Hashable, value: int, stream: int | None = None) -> None:
@@ -93,19 +93,19 @@ class StreamFlags:
         check_driver(self.driver.cuStreamWaitValue32(handle_of(stream), address, value & 0xFFFFFFFF, self.at_least))
 
     def batch(self, steps: Sequence[FlagWrite | FlagWait]) -> list[Any]:
-        """What `run` enqueues as one operation: these steps, in order."""
+        """These steps, in order, as one operation for `run` to enqueue."""
         return [self._parameters(step) for step in steps]
 
     def run(self, batch: list[Any], stream: int | None = None) -> None:
-        """Enqueues a batch. Six waits and writes of their own take six times as long to issue, and twice as long on the
+        """Enqueues a batch. Six separate waits and writes take six times as long to issue, and twice as long on the
         GPU."""
         check_driver(self.driver.cuStreamBatchMemOp(handle_of(stream), len(batch), batch, 0))
 
     def release(self) -> None:
-        """Ends every wait of these ranks, now and until `close`. From any thread.
+        """Ends all waits of these ranks, now and until `close`. From any thread.
 
-        A GPU of a rank that does not know of the abort yet, or that an aborted collective has released, still writes
-        what its program says; hence the flags are overwritten again and again.
+        The GPU of a rank that does not know of the abort yet, or that an aborted collective has released, still writes
+        what its program says, so the flags are overwritten repeatedly.
         """
         self.cancelled.fill_(math.nan)
         if self.releaser is None:
@@ -113,7 +113,7 @@ class StreamFlags:
             self.releaser.start()
 
     def close(self) -> None:
-        """Call after the last stream that uses the flags is done; a second call does nothing."""
+        """Call when the last stream that uses the flags is done; a second call does nothing."""
         if self.closed.is_set():
             return
         self.closed.set()
@@ -143,7 +143,8 @@ class StreamFlags:
 
 
 def handle_of(stream: int | None) -> int:
-    """None stands for the current stream, of which torch's public functions make an object first: 3.6 us for 0.7."""
+    """The handle of a stream; None is the current one, for which torch's public functions would first make an object:
+    3.6 us instead of 0.7."""
     return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()) if stream is None else stream
 
 
