@@ -1,4 +1,4 @@
-"""A measured step as a graph of events over all ranks of the mesh, which tells how long it takes if a part takes less.
+"""A measured step as a graph of events over all ranks of the mesh, to find how long it takes if a part takes less.
 
 Each rank's instructions last as long as they did, without their waits; a transfer lasts as long as the shortest on its
 link, and a collective from the last start among its members to the first end. Ranks that share layers (tp, cp, ep) run

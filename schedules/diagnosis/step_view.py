@@ -159,7 +159,7 @@ class StepView:
 
 
 def kind_of(op: Op) -> str:
-    """The kind of time that an operation takes if it runs on another lane than compute, else ''."""
+    """The kind of time that an operation takes if it runs on a lane other than compute, else ''."""
     if op in RECEIVES:
         return BETWEEN_STAGES
     if op in COLLECTIVES:

@@ -13,7 +13,7 @@ def forward_only(program: Program) -> Program:
     """Every stage runs F of every microbatch where `program` does, so DualPipe's mirrors share the microbatches as in
     training.
 
-    Greedy list scheduling at equal costs: among the forwards whose input is there, an idle rank runs the one of the
+    Greedy list scheduling at equal costs: among the forwards whose input is available, an idle rank runs the one of the
     deepest stage, which frees its input soonest, and of those the first microbatch.
     """
     rank_of, slices = program.compute_rank, program.slices

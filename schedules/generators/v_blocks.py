@@ -76,7 +76,7 @@ def v_half(spec: ScheduleSpec) -> Columns:
 
 
 def most_saved_by_v_half(spec: ScheduleSpec) -> int:
-    """Microbatches."""
+    """The most that a rank of `v_half` saves, in microbatches."""
     return (spec.ranks + 2) // 2
 
 
@@ -90,7 +90,7 @@ def v_min(spec: ScheduleSpec) -> Columns:
 
 
 def most_saved_by_v_min(spec: ScheduleSpec) -> int:
-    """Microbatches."""
+    """The most that a rank of `v_min` saves, in microbatches."""
     return (spec.ranks + 4) // 3
 
 

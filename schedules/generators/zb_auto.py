@@ -35,12 +35,12 @@ EVENTS = 16  # per rank between two bounds
 
 
 def zb_1p(spec: ScheduleSpec) -> Columns:
-    """With the memory of 1F1B, unless `spec.memory_limit` is set."""
+    """The best order within the memory of 1F1B, unless `spec.memory_limit` is set."""
     return zb_auto(spec, spec.ranks)
 
 
 def zb_2p(spec: ScheduleSpec) -> Columns:
-    """With twice the memory of 1F1B, unless `spec.memory_limit` is set."""
+    """The best order within twice the memory of 1F1B, unless `spec.memory_limit` is set."""
     return zb_auto(spec, 2 * spec.ranks)
 
 

@@ -1,8 +1,8 @@
 """Which bytes of a unit's saved activations leave the device, if only a share of them does.
 
-Nothing is recomputed row by row, so it does not matter to the result which rows leave. Whole tensors go, largest first,
-as long as they fit into the share; then the first rows of one more. What stays of that tensor moves into memory of its
-own, as part of an allocation cannot be freed.
+Bytes only move, and nothing is recomputed by rows, so the result does not depend on which rows leave. Whole tensors go,
+largest first, as long as they fit into the share; then the first rows of one more. What stays of that tensor moves into
+memory of its own, as part of an allocation cannot be freed.
 """
 
 from __future__ import annotations

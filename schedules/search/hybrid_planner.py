@@ -52,7 +52,7 @@ class _Group:
     room: int = 0
 
     def added(self, tokens: int) -> int:
-        """Tokens that each rank gets more if this many are added."""
+        """How many more tokens each rank gets if this many are added."""
         return part_of(self.tokens + tokens, len(self.ranks)) - part_of(self.tokens, len(self.ranks))
 
 
@@ -149,7 +149,7 @@ def _widths(
 
 
 def _ranks_for(target: float, lengths: NDArray[np.int64], pool: int, costs: DocumentCosts) -> NDArray[np.int64]:
-    """[documents] the least ranks on which a document takes no longer than `target`, or all of the pool."""
+    """[documents] the fewest ranks on which a document takes no longer than `target`, or all of the pool."""
     received = costs.ring * lengths
     room = np.maximum(target - received, 1e-300)
     need = np.clip((costs.alone(lengths) - received) / room * (1 - 1e-12), 1, pool)
@@ -167,9 +167,9 @@ def _orders(widths: _Widths) -> Iterable[NDArray[np.int64]]:
 
 class _Table:
     """A plan in the making: seconds of `work` of each rank; by microbatch and rank, `room` for tokens, `seconds`, the
-    `most` seconds of those with which the rank exchanges tokens of `experts`, and whether it is in no group. Of the two
-    numbers in `microbatches`, as many as the first are filled before the others, up to the second. A plan that does not
-    end before `limit` is of no use."""
+    `most` seconds of those with which the rank exchanges tokens of `experts`, and whether it is in no group.
+    `microbatches` are how many are filled first, and how many there may be in all. A plan that does not end before
+    `limit` is of no use."""
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class _Table:
         return max(ends)
 
     def _together(self, groups: Sequence[_Group]) -> Iterable[Iterable[int]]:
-        """The sets of ranks that begin and end a microbatch with these groups together."""
+        """The sets of ranks that begin and end a microbatch together, given its groups."""
         if len(self.experts[0]) == 1:
             return [group.ranks for group in groups]
         found = dict[int, set[int]]()

@@ -34,7 +34,7 @@ def best_layers(program: Program, costs: Costs, layers: Sequence[int], work_of: 
     change with the work of a stage.
 
     Layers leave the busiest rank one by one, as long as that lowers the loads of the ranks, compared from the busiest
-    down. Each goes to the stage with which the step is shortest, of the TRIED with the lowest loads.
+    down. Each goes to the stage that makes the step shortest, of the TRIED with the lowest loads.
     """
     work, events = work_of(layers), acyclic_events(program)
 

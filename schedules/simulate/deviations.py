@@ -1,4 +1,4 @@
-"""How long steps take whose compute deviates from its costs, on any number of replicas: quantiles from 5 to 95 %.
+"""How long steps take if compute deviates from its costs, on any number of replicas: quantiles from 5 to 95 %.
 
 Replicas run the same program, so one is simulated many times, with random factors:
 

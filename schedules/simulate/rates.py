@@ -28,7 +28,7 @@ class KernelTimes:
 
     @property
     def key(self) -> tuple[str | int, ...]:
-        """What kernels look up: without the numbers of tokens."""
+        """The key that kernels look up, without the numbers of tokens."""
         return self.op, *(self.sizes[2:] if "attention" in self.op else self.sizes[1:])
 
     @property
@@ -39,9 +39,9 @@ class KernelTimes:
 
 
 class KernelChoice(NamedTuple):
-    """The kernels that ranks use (precision.kernels): 'torch', 'triton', 'cudnn', or 'auto', which are those `measured`
-    as fastest, by the keys of KernelTimes, and otherwise those that usually are. `cudnn_frontend`: whether they may
-    include cuDNN's deterministic backward of attention, for which ranks need its Python frontend."""
+    """The kernels that ranks use (precision.kernels): 'torch', 'triton', 'cudnn', or 'auto': those `measured` as
+    fastest, by the keys of KernelTimes, or else those that usually are. `cudnn_frontend`: whether they may include
+    cuDNN's deterministic backward of attention, for which ranks need its Python frontend."""
 
     name: str = "auto"
     measured: tuple[tuple[tuple[str | int, ...], str], ...] = ()

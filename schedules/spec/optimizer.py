@@ -14,7 +14,7 @@ from pentad.schedules.spec.tensors import Tensor
 Method = Literal["adamw", "muon"]
 AdjustLrFn = Literal["original", "match_rms_adamw"]
 ROUND_ELEMENTS = 2**25  # of the matrices that Muon exchanges at once, for each rank that holds them
-PIECE_ELEMENTS = 2**24  # of a shard in host memory, copied to the device at once to be updated, PIECES times
+PIECE_ELEMENTS = 2**24  # of a shard in host memory that are updated at once; PIECES of these are on the device
 PIECES = 3  # one is updated while the next one comes and the one before goes back
 STATE_KINDS: dict[Method, tuple[str, ...]] = {"adamw": ("optimizer.m", "optimizer.v"), "muon": ("optimizer.momentum",)}
 

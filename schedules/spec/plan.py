@@ -128,8 +128,8 @@ class Plan:
         return (self.program, *self.rampup_programs, *self.longer_programs)
 
     def program_of(self, batch: int, microbatches: int = 0) -> int:
-        """The index in `programs` of the one that trains on a batch, counted from 0, of which no pipeline has more than
-        `microbatches`."""
+        """The index in `programs` of the one that trains on a batch, counted from 0, if no pipeline has more than
+        `microbatches` of it."""
         stage = self.batch.sizes.stage(batch)
         if stage < len(self.batch.rampup):
             return 1 + stage
@@ -182,8 +182,7 @@ class Plan:
 
     @property
     def recomputation(self) -> str:
-        """What those stages recompute that do not save everything, the same for all of them; 'none' if there are
-        none."""
+        """What stages that recompute anything recompute, the same for all of them; 'none' if there are none."""
         return next((mode for mode in self.recompute if mode != "none"), "none")
 
     @property
@@ -352,7 +351,7 @@ def split_layers_by_cost(costs: Sequence[float], placement: Sequence[Sequence[in
 def split_layers_into_units(stages: Sequence[LayerRange], units: Sequence[int]) -> tuple[LayerRange, ...]:
     """The layers of every unit, where stage s has `units[s]` of them: as equal as possible, larger ones first.
 
-    If a stage has several units, its embedding is a unit by itself, the first, and so is its head, the last.
+    If a stage has several units, its embedding is a unit by itself, the first one, and its head another, the last one.
     """
     return tuple(unit for layers, count in zip(stages, units, strict=True) for unit in _cut(layers, count))
 

@@ -76,7 +76,7 @@ class ZeroLayout(NamedTuple):
                 yield slice(first + at, last + at), slice(first - start, last - start)
 
     def padding(self) -> Iterator[slice]:
-        """The elements of the shard that are no parameters."""
+        """The elements of the shard that hold no parameters."""
         for segment in self.segments:
             end = segment.own.start + self._part_of(segment)[1]
             if end < segment.own.stop:

@@ -62,8 +62,8 @@ def check_shares(groups: StepGroups, capacity: int) -> None:
 
 
 def check_rings(groups: StepGroups, stream: Stream, cp: int = 1, ep: int = 1) -> None:
-    """Raises PentadError unless all exchanges meet in a pool whose ranks run this stream, of a mesh with these sizes,
-    with rendezvous semantics: an exchange ends only when all its ranks have begun it."""
+    """Raises PentadError unless all exchanges meet in a pool of a mesh with these sizes, whose ranks run this stream.
+    Semantics are rendezvous: an exchange ends only when all its ranks have begun it."""
     order = [
         (part.op, part.microbatch) for part in instructions_of(stream) if part.op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE)
     ]

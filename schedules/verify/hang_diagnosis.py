@@ -6,8 +6,8 @@ reached it; with post-validation VALIDATE blocks instead, until every rank has r
 Ranks that share layers (tp, cp, ep) block each other inside compute actions. A rank in its n-th wait of an action is
 blocked by the ranks of that axis that have not begun their n-th, and one that is in no wait is not blocked. A GPU
 counts as in its n-th wait until it begins the next one: ranks that wait for it are at later ones. With CUDA graphs and
-data-aware groups (of any ranks along dp, ep and cp) waits are not counted; there, and on a GPU before its first wait,
-the ranks that have not reached the action block a rank.
+data-aware groups (of any ranks along dp, ep and cp) waits are not counted; there, and on a GPU before its first wait, a
+rank is blocked by those that have not reached its action.
 
 What an unresponsive rank has launched may never have left its process: such a rank blocks all that wait for it, and is
 not blocked itself.
