@@ -14,13 +14,13 @@ from torch import Tensor
 IGNORE_INDEX = -100  # target of a token without a loss, as in torch.nn.functional.cross_entropy
 # A property that torch puts on its module at run time, where no type checker sees it.
 FILL = "fill_uninitialized_memory"
-# For launches of kernels whose bits must not depend on where an element lies, or on what else is written: the compiler
-# chooses which products and sums to fuse in each branch and each variant of a kernel.
+# For launches of kernels whose bits must not depend on where an element is, or on what else is written: in each branch
+# and each variant of a kernel, the compiler chooses anew which products and sums to fuse.
 NO_FMA: dict[str, Any] = {"enable_fp_fusion": False}
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Tensors that an operation takes although they are contiguous in their last dimension alone, or in none.
+# Tensors that an operation accepts although only their last dimension is contiguous, or none.
 DenseRows = Annotated[Tensor, "stride(-1) is 1"]
 Strided = Annotated[Tensor, "any strides"]
 Layout = tuple[str, Callable[[Tensor], bool]]
@@ -38,18 +38,18 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of a multiprocessor that a block may have: 227 KiB of an H100, 163 of an A100, 99 of others."""
+    """Bytes of shared memory that a block may have: 227 KiB on an H100, 163 on an A100, 99 on others."""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the property
     return int(properties.shared_memory_per_block_optin)
 
 
-KernelKey = tuple[str | int, ...]  # an operation, and those of its sizes by which implementations differ
+KernelKey = tuple[str | int, ...]  # an operation, and the sizes that decide which implementation is fastest
 
 
 class KernelsInUse(NamedTuple):
-    """Which implementations run: 'auto', the one that was `measured` to be the fastest, or else usually is; 'triton' or
-    'cudnn', that one wherever it serves a call; 'torch', the references on GPUs too, of all operations here.
-    `cudnn_frontend`: whether cuDNN's deterministic backward of attention is to be had."""
+    """Which implementations run. With 'auto', the one `measured` as fastest, or else the one that usually is; with
+    'triton' or 'cudnn', that one wherever it serves a call; with 'torch', the references of all operations here, on
+    GPUs too. `cudnn_frontend`: whether cuDNN's deterministic backward of attention may be used."""
 
     name: str = "auto"
     measured: Mapping[KernelKey, str] = {}
@@ -60,20 +60,20 @@ _in_use = KernelsInUse()
 
 
 def use_kernels(kernels: KernelsInUse) -> KernelsInUse:
-    """For all calls in this process from now on; returns what was in use."""
+    """Sets the kernels of all calls in this process from now on; returns those in use before."""
     global _in_use
     before, _in_use = _in_use, kernels
     return before
 
 
 def usual_kernels(device: torch.device) -> KernelsInUse:
-    """Of this process on this device, with what it has installed."""
+    """The kernels that this process usually uses on a device, given what is installed."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     return KernelsInUse(cudnn_frontend=is_hopper and is_frontend_installed())
 
 
 def kernels_name() -> str:
-    """Of what is in use."""
+    """The name of the kernels in use."""
     return _in_use.name
 
 
@@ -82,22 +82,22 @@ def is_frontend_installed() -> bool:
 
 
 def has_cudnn_frontend() -> bool:
-    """Of what is in use."""
+    """`cudnn_frontend` of the kernels in use."""
     return _in_use.cudnn_frontend
 
 
 def choose_kernel(serving: Sequence[str], key: KernelKey = ()) -> str:
-    """Of the implementations that serve a call, of which the first one is usually the fastest, the one to run."""
+    """The implementation to run, of those that serve a call; the first one is usually the fastest."""
     name, measured, _ = _in_use
     found = measured.get(key, "") if name == "auto" else name
     return found if found in serving else serving[0]
 
 
-_twins: list[Callable[[], object]] = []  # import the Triton twins of operations
+_twins: list[Callable[[], object]] = []  # functions that import the Triton twins of operations
 
 
 def import_twins() -> None:
-    """Imports Triton and the twins of all operations that are imported, which else the first call of each does."""
+    """Imports Triton and the twins of all imported operations, which otherwise the first call of each does."""
     for twin in _twins:
         twin()
 
@@ -106,9 +106,9 @@ def triton_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
     """Decorates an operation in torch, for any dtype and device, that has a Triton twin: the function of the same name
     and arguments in MODULE_triton.py.
 
-    The twin runs if the first argument, or its first field, is a GPU tensor, unless it is float64, which serves
-    exactness tests, or references are in use. Kernels read memory by shapes alone: a tensor that is not contiguous
-    raises ValueError on any device, unless its parameter is annotated `DenseRows` or `Strided`.
+    The twin runs if the first argument, or its first field, is a GPU tensor, unless it is float64 (for exactness tests)
+    or the references are in use. Kernels read memory by shapes alone: a tensor that is not contiguous raises ValueError
+    on any device, unless its parameter is annotated `DenseRows` or `Strided`.
     """
 
     @functools.cache

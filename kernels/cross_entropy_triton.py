@@ -1,7 +1,7 @@
 """Cross-entropy in Triton: a program reads one row once, with a running maximum and sum in every lane.
 
-Lanes are joined once, at the end of the row: the loop has no exchange between threads and costs 1 + 1/DEPTH
-exponentials an element (with two, the exponential unit would be the bottleneck).
+Lanes are combined once, at the end of the row: the loop has no exchange between threads and costs 1 + 1/DEPTH
+exponentials per element (with two, the exponential unit would be the bottleneck).
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""A product of 8 bits that is added to a matrix, which cuBLASLt has and torch does not offer.
+"""An 8-bit product that is added to a matrix, which cuBLASLt has but torch does not offer.
 
-The library is the one that torch has loaded. Names and values are those of cublasLt.h, whose matrices are stored by
-columns: it is asked for the transpose, out^T += b a^T.
+The library is the one that torch has loaded. Names and values are those of cublasLt.h. Its matrices are stored by
+columns, so it is asked for the transpose, out^T += b a^T.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ ONE = c_float(1.0)
 
 
 def add_product_(out: Tensor, a: Scaled, b: Scaled) -> bool:
-    """out [M, N] += a [M, K] times the transpose of b [N, K], in float32. Nothing is done, and False returned, where
-    cuBLAS has no such product that needs no other memory.
+    """out [M, N] += a [M, K] times the transpose of b [N, K], in float32. Does nothing and returns False if cuBLAS has
+    no such product that needs no workspace.
 
-    Raises RuntimeError where cuBLAS fails.
+    Raises RuntimeError if cuBLAS fails.
     """
     (at_a, at_b), at_out, device = (each.values.data_ptr() for each in (a, b)), out.data_ptr(), out.get_device()
     if (at_a | at_b | at_out) % ALIGNMENT:
@@ -92,7 +92,7 @@ def add_product_(out: Tensor, a: Scaled, b: Scaled) -> bool:
 
 @functools.cache
 def _prepared(product: Product) -> Prepared | None:
-    """None: there is no algorithm."""
+    """None if cuBLAS has no algorithm."""
     library, operation = _library(), c_void_p()
     _check(library.cublasLtMatmulDescCreate(byref(operation), COMPUTE_32F, TYPES[torch.float32]))
     describe = library.cublasLtMatmulDescSetAttribute
@@ -108,7 +108,7 @@ def _prepared(product: Product) -> Prepared | None:
 
 
 def _algorithm(device: int, operation: c_void_p, layouts: tuple[c_void_p, c_void_p, c_void_p]) -> Algorithm | None:
-    """The one that cuBLAS proposes, if it does."""
+    """The algorithm that cuBLAS proposes, if any."""
     library, preference, proposal, count = _library(), c_void_p(), Proposal(), c_int()
     _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
     _set(library.cublasLtMatmulPreferenceSetAttribute, preference, MAX_WORKSPACE_BYTES, c_size_t(0))

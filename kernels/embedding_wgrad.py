@@ -1,4 +1,4 @@
-"""The gradient of an embedding, added to the rows of a wide accumulator that tokens have read, and to no others."""
+"""The gradient of an embedding, added only to those rows of a wide accumulator that tokens have read."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from pentad.kernels.backend import triton_on_gpu
 
 @triton_on_gpu
 def accumulate_embedding_gradient_(main: Tensor, dy: Tensor, tokens: Tensor, *, overwrite: bool = False) -> None:
-    """main[tokens[t]] += dy[t] for each t, of main [V, H], dy [T, H] and tokens [T] int64; or = if it is to `overwrite`
-    what main has, with zeros in all other rows. A token of -1 is another rank's and adds nothing.
+    """main[tokens[t]] += dy[t] for each t, with main [V, H], dy [T, H] and tokens [T] int64. With `overwrite`, main is
+    zeroed first. A token of -1 belongs to another rank and adds nothing.
 
     main is float32, or float64 for float64 inputs. The additions have the same order in every run.
     """

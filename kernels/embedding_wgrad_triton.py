@@ -1,6 +1,7 @@
 """The gradient of an embedding in Triton: tokens are sorted, and a program adds the rows of one token, in their order.
 
-Runs of a token, such as one that pads sequences, may be long: first each further chunk of a run is added up by itself.
+Runs of a token, such as one that pads sequences, may be long: the chunks of a run after its first one are summed
+beforehand.
 """
 
 import torch

@@ -19,7 +19,7 @@ CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 
 @triton_on_gpu
 def glu(gate_up: Tensor, act: Activation = "silu") -> Tensor:
-    """[T, I]: the first half of the rows of gate_up [T, 2I], contiguous, activated, times the second half."""
+    """[T, I]: the first half of each row of gate_up [T, 2I], contiguous, activated, times the second half."""
     gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
     activated, _ = activate(gate, act)
     return (activated * _factor(up, act)).to(gate_up.dtype)

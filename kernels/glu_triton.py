@@ -20,8 +20,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def sigmoid(x):
-    """By the square of a reciprocal root: `tl.sigmoid` takes care of denormal numbers, in three times as many
-    instructions."""
+    """Computed as the square of a reciprocal root: `tl.sigmoid`, which handles denormal numbers, takes three times as
+    many instructions."""
     root = tl.rsqrt(1.0 + tl.exp2(-LOG2_E * x))
     return root * root
 

@@ -1,5 +1,5 @@
-"""What the first GPU attains, as JSON on stdout: bytes of memory, and per second FLOPs of products in bfloat16 and 8
-bits (0: none) and bytes of copies in its memory and to the host."""
+"""Prints what the first GPU attains, as JSON: bytes of memory, FLOP/s of products in bfloat16 and 8 bits (0: none), and
+bytes/s of copies within its memory and to the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 SIZE = 8192  # of the factors
 COPIED = 2**28  # bytes
 REPEATS = 10
-WARM_UP = 2.0  # seconds of products, in which a power limit lowers clocks (docs/performance.md)
+WARM_UP = 2.0  # seconds of products, while a power limit lowers clocks (docs/performance.md)
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """The mean of REPEATS runs, after as many to warm up."""
+    """Mean seconds of REPEATS runs, after as many to warm up."""
     times = []
     for _ in range(2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -13,7 +13,8 @@ TILE = 4096
 PER_THREAD = 16
 PER_THREAD_BACKWARD = 8
 WIDEST_ROW = 65536
-# The backward pass fetches the next rows into shared memory while it works on these, if a tile has at most these bytes.
+# The backward pass fetches the next rows into shared memory while it works on these, if a tile has at most this many
+# bytes.
 PREFETCHED_BYTES = 32768
 # Backward programs, each of which sums its share of dweight: two for each of the 132 SMs of a Hopper GPU. A constant,
 # so that the order of the sum, and hence the last bit, does not depend on the device.
@@ -25,8 +26,8 @@ def normed_rows(
     x, residual, weight, summed, rstd, T, eps,
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """(the normed rows of this program [ROWS, BLOCK], their offsets, which of them there are); writes `rstd` and, with
-    ADD, `summed`."""
+    """(the normed rows of this program [ROWS, BLOCK], their offsets, the mask of those that exist); writes `rstd` and,
+    with ADD, `summed`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < T)[:, None] & (columns < H)[None, :]

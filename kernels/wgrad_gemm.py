@@ -5,8 +5,8 @@ from torch import Tensor
 
 
 def accumulate_gradient_(main: Tensor, dy: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
-    """main [N, K] += dy [T, N]^T @ x [T, K]; or = if it is to `overwrite` what main has. main is float32, or float64
-    for float64 inputs.
+    """main [N, K] += dy [T, N]^T @ x [T, K]; with `overwrite`, = instead of +=. main is float32, or float64 for float64
+    inputs.
 
     On a GPU, 16-bit inputs are multiplied and added in float32 throughout: no product is rounded to 16 bits.
     """

@@ -1,1 +1,2 @@
-"""Decides: mesh, instructions, programs, generators, passes, proofs, simulator, drawings. No torch, no Ray."""
+"""What to run and when: mesh, instructions, programs, generators, passes, proofs, simulator, drawings. No torch, no
+Ray."""

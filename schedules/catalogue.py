@@ -64,9 +64,9 @@ def _interleaved_size(spec: ScheduleSpec) -> str:
 class Entry:
     """`generate(spec)` gives the compute order of every rank, `placement(rank, spec)` its stages.
 
-    `summary` says in a line what the schedule does, `paper` where it was published. `accepts` names its options,
-    `chunks` and `slices` are its defaults, and `refusal` says what is wrong with a size, or is empty. Of a schedule
-    that plans with costs, `most_saved` gives the microbatches of activations that no rank exceeds.
+    `summary` describes the schedule in one line, and `paper` is where it was published. `accepts` names its options,
+    `chunks` and `slices` are its defaults, and `refusal` says what is wrong with a size, or is empty. For a schedule
+    planned from costs, `most_saved` bounds the microbatches of activations that any rank saves.
     """
 
     generate: Callable[[ScheduleSpec], Sequence[Stream]]
@@ -190,7 +190,7 @@ CUSTOM = Entry(lambda spec: (), accepts=frozenset({"chunks"}))  # FILE.py:FUNCTI
 
 
 def entry(name: str) -> Entry:
-    """Raises PentadError, naming the nearest schedule, when there is none of that name."""
+    """The entry of a schedule. Raises PentadError, naming the nearest one, if there is none of that name."""
     if name in CATALOGUE:
         return CATALOGUE[name]
     if ":" in name:
@@ -259,5 +259,5 @@ def _check_options(name: str, found: Entry, options: ScheduleOptions) -> None:
         if option not in found.accepts:
             expected = f"{fixed} for schedule {name}" if fixed else f"none (schedule {name} has no such option)"
             raise PentadError(f"{option} is {value:g}: expected {expected}")
-        if not value >= 1:  # less, or not a number
+        if not value >= 1:  # also refuses NaN
             raise PentadError(f"{option} is {value:g}: expected at least 1 for schedule {name}")

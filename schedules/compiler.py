@@ -44,11 +44,12 @@ def compile_program(
 ) -> Program:
     """The proven program for one replica of `ranks` pipeline ranks.
 
-    `costs`, by unit, decide where receives go (default: equal costs), and some schedules plan with them. `gated` is for
-    transports whose receives must not wait on the GPU. `replicas` is the number of data-parallel replicas
-    of the mesh. `post_validation` lets a step run ahead of its global norm (see post_validation.py). `options` are the
-    schedule's, `memory_options` trade time for memory. `order` is a compute order to use instead of the schedule's.
-    With `proved` false the proof, half of the time, is left out: for programs that are compared and never run.
+    `costs`, per unit, decide where receives go (default: equal costs), and some schedules are planned from them.
+    `gated` is for transports whose receives must not wait on the GPU. `replicas` is the number of data-parallel
+    replicas of the mesh. `post_validation` lets a step run ahead of its global norm (see post_validation.py). `options`
+    are the schedule's; `memory_options` trade time for memory. `order` is a compute order to use instead of the
+    schedule's. `proved=False` skips the proof, which takes half of the time: for programs that are compared and never
+    run.
 
     Raises PentadError for sizes or options that are not allowed, and ScheduleError when the proof fails.
     """
@@ -80,7 +81,7 @@ def lower(
     memory_options: MemoryOptions = NO_MEMORY_OPTIONS,
     proved: bool = True,
 ) -> Program:
-    """The proven program that runs a compute order; arguments are those of `compile_program`.
+    """The proven program that runs a compute order; the arguments are as in `compile_program`.
 
     Raises ScheduleError when the order or the program is invalid, and PentadError for options that are not allowed.
     """
@@ -98,9 +99,9 @@ def lower(
 def compile_forward_only(
     trained: Program, costs: Costs | None = None, *, gated: bool = False, memory_options: MemoryOptions
 ) -> Program:
-    """The proven program that evaluates what `trained`, lowered or not, trains: its forwards, with LOSS at the end.
+    """The proven program that evaluates the model that `trained`, lowered or not, trains: its forwards, then LOSS.
 
-    Of `memory_options` only ZeRO counts: nothing is saved that could be recomputed or offloaded.
+    Only ZeRO's part of `memory_options` applies: nothing is saved that could be recomputed or offloaded.
     """
     with gc_paused():
         order = forward_only(trained)
@@ -115,7 +116,7 @@ def compile_forward_only(
 
 
 def add_memory_passes(program: Program, options: MemoryOptions) -> Program:
-    """Recomputation, the gathers of ZeRO, and offloading. Raises PentadError for options that are not allowed."""
+    """Adds recomputation, ZeRO's gathers and offloading. Raises PentadError for options that are not allowed."""
     if not 0 <= options.zero <= 3:
         raise PentadError(f"zero.stage is {options.zero}: expected 0 to 3")
     if options.zero > 1:
@@ -130,8 +131,8 @@ def add_memory_passes(program: Program, options: MemoryOptions) -> Program:
 
 
 def add_reductions(program: Program, replicas: int, options: MemoryOptions) -> Program:
-    """Reductions of gradients, and waits for the buffers that they share with ZeRO-2 and 3. Raises PentadError for
-    reductions of every microbatch without those."""
+    """Adds gradient reductions and, with ZeRO-2 and 3, the waits for the buffers that they share. Raises PentadError if
+    gradients are to be reduced every microbatch with any other ZeRO stage."""
     if options.zero < 2:
         if options.reduce == "microbatch":
             raise PentadError(f"zero.reduce is microbatch with zero.stage = {options.zero}: expected zero.stage 2 or 3")
@@ -144,9 +145,9 @@ def add_reductions(program: Program, replicas: int, options: MemoryOptions) -> P
 
 
 def summary(program: Program, costs: Costs, *, with_streams: bool = True) -> dict[str, Any]:
-    """The facts of a program as plain data, times in the unit of the costs: the JSON of `pentad schedule`.
+    """Facts about a program as plain data, with times in the unit of the costs: the JSON of `pentad schedule`.
 
-    `with_streams` adds every instruction as text, which takes longer than all the rest for a large program.
+    `with_streams` adds every instruction as text, which for a large program takes longer than everything else.
     """
     makespan, longest, bubble = simulate_step_time(program, costs)
     facts = {

@@ -1,8 +1,8 @@
 """Causal grouped-query attention as an explicit forward and backward.
 
-On Hopper cuDNN usually is fastest, but its backward sums dq in an order that changes from run to run, even in torch's
-deterministic mode (torch 2.11 with cuDNN 9.19). With `deterministic=True` the backward is ours (or, for head dims that
-it lacks, flash attention's deterministic mode); see `attention_partial`.
+On Hopper cuDNN is usually fastest, but as torch calls it, its backward sums dq in an order that changes from run to
+run, even in torch's deterministic mode (torch 2.11 with cuDNN 9.19). With `deterministic=True` the backward is one with
+a fixed order: cuDNN's by its Python frontend, ours, or flash attention's deterministic mode; see `attention_partial`.
 """
 
 from contextlib import nullcontext
@@ -58,7 +58,7 @@ def attention(
 
 
 def causal_options(q: Tensor, deterministic: bool, scale: float | None) -> AttentionOptions:
-    """Those of `attention`, whose backward needs them."""
+    """The options of `attention`, which its backward needs as well."""
     return AttentionOptions(True, softmax_scale(q, scale), deterministic)
 
 
@@ -73,11 +73,12 @@ def _lower_right_mask(q: Tensor, keys: int) -> Tensor:
 
 
 def attention_backward(dout: Tensor, saved: SavedAttention) -> QKVGrads:
-    """(dq, dk, dv) from dout [B, N, S, Dv]. Frees a graph, so it may be called only once."""
+    """(dq, dk, dv) from dout [B, N, S, Dv]. Frees the autograd graph, if there is one, so it may be called only
+    once."""
     if saved.lse is not None:
         return partial_attention_backward(dout, *saved.inputs, saved.out, saved.lse, saved.options)
     from torch.autograd.graph import _engine_run_backward  # private: only ranks without a fused kernel depend on it
 
-    # `torch.autograd.grad` less its check of shapes, which imports sympy: half a second of every rank's start-up.
+    # `torch.autograd.grad` without its check of shapes, which imports sympy: half a second of every rank's start-up.
     dq, dk, dv = _engine_run_backward((saved.out,), (dout,), False, False, saved.inputs, accumulate_grad=False)
     return dq, dk, dv

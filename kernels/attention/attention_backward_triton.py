@@ -1,8 +1,8 @@
 """The backward of attention in Triton, which adds in a fixed order (FlashAttention-2's equations, arXiv 2307.08691).
 
-Two kernels: one adds up dk and dv of a block of keys over its queries, the other dq of a block of queries over its
-keys. Both compute the probabilities again from the log-sum-exp: seven products instead of five, and no sum whose order
-changes from run to run.
+Two kernels: one sums dk and dv of a block of keys over its queries, the other dq of a block of queries over its keys.
+Both recompute the probabilities from the log-sum-exp: seven products instead of five, and no sum whose order changes
+from run to run.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _keys_and_values(
         k_at, v_at = tokens_of(k, stride_k, row, head, k_start), tokens_of(v, stride_v, row, head, k_start)
         k_block = block_of(k_at, first_key, stride_k[2], keys, EVEN, KEYS, WIDTH)
         v_block = block_of(v_at, first_key, stride_v[2], keys, EVEN, KEYS, WIDTH)
-        k_rest, sum_rest = k_block, v_block  # of no use
+        k_rest, sum_rest = k_block, v_block  # placeholders
         if REST:
             k_rest = block_of(k_at + WIDTH, first_key, stride_k[2], keys, EVEN, KEYS, REST)
             sum_rest = tl.zeros([KEYS, REST], tl.float32)
@@ -207,7 +207,7 @@ def _queries(
         first, inner, outer, end = keys_of(
             first_query, queries, keys, diagonal, window, CAUSAL, WINDOWED, SHORT, QUERIES, KEYS
         )
-        total, total_rest, q_rest = tl.zeros([QUERIES, WIDTH], tl.float32), q_block, q_block  # these two: of no use
+        total, total_rest, q_rest = tl.zeros([QUERIES, WIDTH], tl.float32), q_block, q_block  # two placeholders
         if REST:
             q_rest = block_of(q_at + WIDTH, first_query, stride_q[2], queries, EVEN, QUERIES, REST)
             total_rest = tl.zeros([QUERIES, REST], tl.float32)
@@ -237,7 +237,7 @@ def _queries(
 
 
 class _Operands(NamedTuple):
-    """As the kernels index them, [rows, heads, tokens, width]; packed rows are one."""
+    """Tensors as the kernels index them, [rows, heads, tokens, width]; packed rows are joined into one."""
 
     q: Tensor
     k: Tensor
@@ -254,9 +254,9 @@ class _Operands(NamedTuple):
 def attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), each a [B, heads, S, D] view of [B, S, heads, D], of one tensor if all are as long and as wide; see
-    `attention_partial`. The width of values is a power of two, and queries and keys are as wide or have a power of two
-    of columns more."""
+    """(dq, dk, dv), each a [B, heads, S, D] view of [B, S, heads, D], in one tensor if all have the same length and
+    width; see `attention_partial`. The width of values is a power of two, and queries and keys are equally wide or
+    wider by a power of two."""
     operands = _operands(dout, q, k, v, out, lse, options)
     gradients = dq, dk, dv = joined_gradients(q, k, v)
     to_q, to_k, to_v = (rows_of(x, options) for x in gradients)
@@ -280,7 +280,7 @@ def blocks_for(width: int, rest: int, device: torch.device) -> tuple[Blocks, Blo
     """The block sizes of the kernel of dk and dv, and of that of dq."""
     if width < 128:
         return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)
-    needed = 200 if rest or width > 128 else 160  # KiB: an H100 has that, and an A100 the latter
+    needed = 200 if rest or width > 128 else 160  # KiB: an H100 has both, an A100 only the latter
     large = device.type != "cuda" or shared_memory(device) >= needed * 1024
     if width > 128:
         return Blocks(32, 64, 8, 2), Blocks(64, 64, 8, 2) if large else Blocks(64, 32, 8, 2)

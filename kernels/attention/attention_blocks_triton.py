@@ -15,7 +15,7 @@ SHORT_SEGMENT = 1024  # tokens; where all have fewer, loops over blocks without 
 
 
 class Blocks(NamedTuple):
-    """Queries and keys of a program's step, and how it runs. The fastest of some ten on one H200."""
+    """Queries and keys of a program's step, and how it runs. Those in use were the fastest of some ten on one H200."""
 
     QUERIES: int
     KEYS: int
@@ -23,13 +23,13 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-# Lengths of 1 would become constants, which have no methods. A stride is that of (a row, a head, a token).
+# Not specialized: lengths of 1 would become constants, which have no methods. Strides are those of (row, head, token).
 NUMBERS = ("LENGTH_Q", "LENGTH_K", "window", "HEADS", "LENGTH")
 
 
 @triton.jit
 def segment_of(cu_seqlens, number, LENGTH, PACKED: tl.constexpr):
-    """(first token, length) of a segment; without packing a row is one."""
+    """(first token, length) of a segment; without packing, each row is one."""
     start, length = 0, LENGTH
     if PACKED:
         start = tl.load(cu_seqlens + number)
@@ -59,7 +59,7 @@ def keys_of(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SHORT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """(first, inner, outer, end): a block of queries sees keys from `first` to before `end`, in blocks, and each of its
-    queries all those from `inner` to before `outer`. Of short segments these are none: see `SHORT_SEGMENT`."""
+    queries sees all those from `inner` to before `outer`. For short segments these are none: see `SHORT_SEGMENT`."""
     first, inner, outer, end = 0, 0, keys // KEYS * KEYS, keys
     if CAUSAL:
         end = tl.minimum(keys, first_query + QUERIES + diagonal)
@@ -79,7 +79,7 @@ def queries_of(
     first_key, queries, keys, diagonal, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SHORT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """As `keys_of`: the queries that see keys of a block, and those that see all of them."""
+    """Like `keys_of`, for a block of keys: the queries that see some of them, and those that see all of them."""
     first, inner, outer, end = 0, 0, queries // QUERIES * QUERIES, queries
     if CAUSAL:
         first = tl.maximum(first_key - diagonal, 0) // QUERIES * QUERIES
@@ -96,7 +96,7 @@ def queries_of(
 
 @triton.jit
 def capped(scores):
-    """tanh x of `scores` 2 x log2(e)."""
+    """tanh(x), for `scores` = 2 x log2(e)."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(scores))
 
 
@@ -115,7 +115,7 @@ def block_of(x, start, stride, limit, EVEN: tl.constexpr, ROWS: tl.constexpr, WI
 
 
 class Scores(NamedTuple):
-    """The factor of products of queries and keys that makes scores to base 2 of them; with a soft cap, of `capped`
+    """`scale` turns products of queries and keys into scores to base 2; with a soft cap, it multiplies `capped` of the
     products times `cap_scale`."""
 
     scale: float
@@ -128,7 +128,7 @@ def scores_of(options: AttentionOptions) -> Scores:
 
 
 class Segments(NamedTuple):
-    """`number` segments; those without packing are rows, of which `cu_seqlens` says nothing."""
+    """`number` segments. Without packing, they are the rows, and `cu_seqlens` is not used."""
 
     cu_seqlens: tuple[Tensor, Tensor]
     number: int
@@ -136,7 +136,7 @@ class Segments(NamedTuple):
 
 
 def segments_of(options: AttentionOptions, q: Tensor, k: Tensor) -> Segments:
-    """Those of q and k as the kernels index them (`rows_of`)."""
+    """The segments of q and k as the kernels index them (`rows_of`)."""
     if options.lengths is None:
         return Segments((q, q), q.shape[0], (q.shape[2], k.shape[2]))
     of_queries, of_keys, longest, _ = options.lengths

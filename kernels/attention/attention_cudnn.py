@@ -1,8 +1,8 @@
-"""cuDNN's deterministic backward of attention, which its Python frontend (nvidia-cudnn-frontend) alone offers: torch
-refuses cuDNN where it is asked for deterministic algorithms.
+"""cuDNN's deterministic backward of attention, which only its Python frontend (nvidia-cudnn-frontend) offers: torch
+refuses cuDNN when it is asked for deterministic algorithms.
 
 On Hopper that backward keeps the gradients of all probabilities of a call before it sums dq. So a call has only as many
-sequences, and of one sequence as many key-value heads, as `WORKSPACE` bytes suffice for.
+sequences, or key-value heads of one sequence, as fit into `WORKSPACE` bytes.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch import Tensor
 from pentad.kernels.attention.attention_reference import AttentionOptions, joined_gradients
 from pentad.kernels.backend import ceil_div
 
-WORKSPACE = 2 * 2**30  # bytes at most of the gradients of probabilities
-TILE = 128  # of queries and of keys, in which they lie
+WORKSPACE = 2 * 2**30  # bytes that the gradients of probabilities take at most
+TILE = 128  # queries and keys of a tile in which they are stored
 HEAD_DIM = 128  # at most, of queries and of values, in multiples of 8
 WIDE_HEAD_DIMS = {(192, 128), (256, 256)}  # and these
 
 
 def frontend() -> Any:
-    """Its module, whose import takes a second."""
+    """The frontend's module, whose import takes a second."""
     return import_module("cudnn")
 
 
 class Part(NamedTuple):
-    """Of a call to attention, as much as cuDNN computes at a time."""
+    """How much of a call to attention cuDNN computes at a time."""
 
     rows: int
     kv_heads: int
 
 
 def part_of(q: Tensor, k: Tensor, v: Tensor) -> Part | None:
-    """None where the probabilities of one key-value head are too many, or heads too wide."""
+    """None if one key-value head has too many probabilities, or heads are too wide."""
     (rows, heads, queries, width), (_, kv_heads, keys, value) = q.shape, v.shape
     narrow = max(width, value) <= HEAD_DIM and width % 8 == value % 8 == 0
     if not narrow and (width, value) not in WIDE_HEAD_DIMS:
@@ -49,7 +49,7 @@ def part_of(q: Tensor, k: Tensor, v: Tensor) -> Part | None:
 
 
 def _most(number: int, size: int) -> int:
-    """The largest divisor of `number` so that as many pieces of this size fit, 0 for none."""
+    """The largest divisor of `number` such that this many pieces of `size` bytes fit into the workspace, or 0."""
     return next((count for count in range(number, 0, -1) if number % count == 0 and count * size <= WORKSPACE), 0)
 
 
@@ -79,7 +79,8 @@ def attention_backward_in_order(
 
 
 def _cut(x: Tensor, row: int, head: int, part: Part, kv_heads: int) -> Tensor:
-    """Of a tensor [B, heads, S, D]; terms of queries, of which cuDNN takes no strides, as if they were whole."""
+    """A part of a tensor [B, heads, S, D]. Terms of queries (D = 1), whose strides cuDNN does not take, get those of a
+    whole tensor."""
     group = x.shape[1] // kv_heads
     cut = x[row : row + part.rows, head * group : (head + part.kv_heads) * group]
     if x.shape[3] > 1 or part.rows > 1:
@@ -102,10 +103,10 @@ def _handle(device: torch.device) -> Any:
 
 @cache
 def _graph(device: torch.device, key: tuple[Any, ...], causal: bool, scale: float) -> _Graph:
-    """For q, k, v, out, dout, lse, dq, dk and dv of these (sizes, strides, dtype).
+    """The graph for q, k, v, out, dout, lse, dq, dk and dv with these (sizes, strides, dtype).
 
-    Built on a thread of its own: what its library catches may refer to the frames of callers, and so to the tensors of
-    a whole layer, until the garbage collector runs.
+    Built on a thread of its own: exceptions that the library catches may refer to the frames of its callers, and so to
+    the tensors of a whole layer, until the garbage collector runs.
     """
     with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,)) as thread:
         return thread.submit(_built, device, key, causal, scale).result()

@@ -75,7 +75,7 @@ def _attend(
         is_query = (query < queries) | EVEN
         q_at = tokens_of(q, stride_q, row, head, q_start)
         q_block = block_of(q_at, first_query, stride_q[2], queries, EVEN, QUERIES, WIDTH)
-        q_rest = q_block  # of no use
+        q_rest = q_block  # placeholder
         if REST:
             q_rest = block_of(q_at + WIDTH, first_query, stride_q[2], queries, EVEN, QUERIES, REST)
         k_at = tokens_of(k, stride_k, row, head // GROUP, k_start)
@@ -103,7 +103,7 @@ def _attend(
                 outer, end, query, queries, keys, diagonal, window, scale, cap_scale,
                 True, CAUSAL, WINDOWED, CAPPED, EVEN, KEYS, WIDTH, REST,
             )  # fmt: skip
-        seen = weight > 0  # false of queries of a segment without keys
+        seen = weight > 0  # false for queries of a segment without keys
         weight = tl.where(seen, weight, 1.0)
         to_out = tokens_of(out, stride_out, row, head, q_start) + query.to(tl.int64)[:, None] * stride_out[2]
         tl.store(to_out + column, (total / weight[:, None]).to(out.dtype.element_ty), mask=is_query[:, None])
@@ -113,7 +113,7 @@ def _attend(
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """(out, a [B, heads, S, D] view of [B, S, heads, D]; lse [B, heads, S] float32); see `attention_partial`. The width
-    of values is a power of two, and queries and keys are as wide or have a power of two of columns more."""
+    of values is a power of two, and queries and keys are equally wide or wider by a power of two."""
     out = token_major(q, v.shape[3])
     of_q, of_k, of_v, of_out = (rows_of(x, options) for x in (q, k, v, out))
     rows, heads, queries, wide = of_q.shape

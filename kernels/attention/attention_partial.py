@@ -34,7 +34,7 @@ from pentad.kernels.backend import (
 MAX_HEAD_DIM = 256  # of the flash kernels
 # Head dims of queries and keys, and of values, for which Triton has kernels.
 TRITON_HEAD_DIMS = {(32, 32), (64, 64), (128, 128)}
-WIDE_HEAD_DIMS = {(192, 128), (256, 256)}  # these where a multiprocessor has as much shared memory as an A100's
+WIDE_HEAD_DIMS = {(192, 128), (256, 256)}  # only with as much shared memory as an A100 has
 WIDE_SHARED_MEMORY = 160 * 1024  # bytes
 
 QKVGrads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
@@ -44,8 +44,8 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider) of q [B, N, S, D], k [B, M, K, D] and v [B, M, K, Dv].
 
     Every query must see at least one key, unless its segment has none. On a GPU, 16-bit inputs take the kernel in use
-    (kernels/backend.py); usually cuDNN's, where that does not support the shape, window or soft cap ours in Triton, or,
-    for head dims without one, flash attention. All others take the reference, whose memory grows with S K.
+    (kernels/backend.py); usually cuDNN's; where that does not support the shape, window or soft cap, ours in Triton or,
+    for head dims that ours lack, flash attention. All other inputs take the reference, whose memory grows with S K.
     """
     if options.lengths is not None and options.lengths.runs:
         return forward_by_runs(partial_attention, options.lengths.runs, q, k, v, options)
@@ -66,9 +66,9 @@ def partial_attention_backward(
 ) -> QKVGrads:
     """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention for its queries.
 
-    cuDNN usually is fastest, but as torch calls it sums dq in an order that changes from run to run; in a fixed order
-    it does where its Python frontend is in use (attention_cudnn.py). Then comes Triton, which is deterministic, and for
-    other head dims, and heads of 256 in any order, flash attention, which has a deterministic mode.
+    cuDNN is usually fastest, but as torch calls it, it sums dq in an order that changes from run to run; a fixed order
+    takes its Python frontend (attention_cudnn.py). Next is Triton, which is deterministic, or, for other head dims and
+    for heads of 256 where any order will do, flash attention, which has a deterministic mode.
     """
     if options.lengths is not None and options.lengths.runs:
         runs = options.lengths.runs
@@ -88,7 +88,7 @@ def partial_attention_backward(
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, backward: bool = False) -> str:
-    """The one to run. Raises ValueError if cuDNN's is to, and does not serve the call."""
+    """The kernel to run. Raises ValueError if that is to be cuDNN's, and it does not serve the call."""
     serving = serving_kernels(q, k, v, options, backward=backward)
     if kernels_name() == "cudnn" and "cudnn" not in serving:
         found = f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} of {q.dtype}"
@@ -99,8 +99,8 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, backw
 def serving_kernels(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, backward: bool = False
 ) -> tuple[str, ...]:
-    """The implementations of such a call, of which the first one usually is the fastest: 'cudnn', 'triton', 'flash', or
-    alone 'torch', the reference."""
+    """The implementations that serve a call, of which the first is usually the fastest: 'cudnn', 'triton', 'flash', or
+    only 'torch', the reference."""
     if kernels_name() == "torch" or not has_fused_kernel(q, v, options.softcap):
         return ("torch",)
     in_order = backward and options.deterministic
@@ -113,8 +113,8 @@ def serving_kernels(
 
 
 def attention_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, backward: bool = False) -> KernelKey:
-    """That of causal attention to whole sequences or packed documents: heads, key-value heads and their widths. Of all
-    others, which nobody measures, it is ()."""
+    """The key of causal attention to whole sequences or packed documents: operation, heads, key-value heads and their
+    widths. It is () for all other calls, which are not measured."""
     if not options.causal or options.window_left is not None or options.softcap or q.shape[2] != k.shape[2]:
         return ()
     packed = "packed_" if options.lengths is not None else ""
@@ -129,7 +129,7 @@ def has_fused_kernel(q: Tensor, v: Tensor, softcap: float = 0.0) -> bool:
 
 
 def has_triton_kernels(q: Tensor, v: Tensor) -> bool:
-    """Whether ours serve the head dims."""
+    """Whether our Triton kernels serve the head dims."""
     dims = q.shape[3], v.shape[3]
     return dims in TRITON_HEAD_DIMS or (dims in WIDE_HEAD_DIMS and shared_memory(q.device) >= WIDE_SHARED_MEMORY)
 
@@ -145,7 +145,7 @@ def _cudnn_supports_in_order(q: Tensor, k: Tensor, v: Tensor, options: Attention
 
 
 def _is_plain(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
-    """Without what cuDNN lacks, whose causal mask is aligned at the first key."""
+    """Whether a call needs nothing that cuDNN lacks, whose causal mask is aligned at the first key."""
     aligned = not options.causal or q.shape[2] == k.shape[2]
     is_plain = options.lengths is None and options.window_left is None and not options.softcap
     return is_plain and options.fixed_shape and aligned

@@ -18,9 +18,9 @@ class AttentionOptions(NamedTuple):
     """With `causal`, the queries (of each segment) are at the last keys' positions, and see keys up to their own.
 
     A query does not see keys that are more than `window_left` before its diagonal, on which the last query (of each
-    segment) sees the last key. A query of a segment without keys has the output 0 and the lse -inf. With `softcap`
-    c > 0 a score s becomes c tanh(s / c).
-    Without `fixed_shape`, every call may have another shape: cuDNN, which makes a plan for each, is then not used.
+    segment) sees the last key. A query of a segment without keys has the output 0 and the lse -inf. With `softcap` c >
+    0 a score s becomes c tanh(s / c). Without `fixed_shape`, every call may have another shape: cuDNN, which makes a
+    plan for each shape, is then not used.
     """
 
     causal: bool
@@ -32,7 +32,7 @@ class AttentionOptions(NamedTuple):
     softcap: float = 0.0
 
     def within(self, window: int) -> AttentionOptions:
-        """These, for queries that see the last `window` keys up to their own position; 0: all."""
+        """These options, for queries that see the last `window` keys up to their own position; 0: all."""
         return self._replace(window_left=window - 1) if window else self
 
 
@@ -90,7 +90,7 @@ def _is_grouped(q: Tensor, options: AttentionOptions) -> bool:
 
 
 def _groups(options: AttentionOptions) -> list[PackedRun]:
-    """Neighbouring segments, of GROUP tokens or one longer segment."""
+    """Groups of neighbouring segments with at most GROUP tokens, or with a single longer segment."""
     assert options.lengths is not None
     (cu_q, cu_k, longest, _), groups, first = options.lengths, list[PackedRun](), 0
     queries, keys = cu_q.tolist(), cu_k.tolist()
@@ -151,8 +151,8 @@ def _segments(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Memory for those of q, k and v, each a [B, heads, S, D] view of [B, S, heads, D]: side by side, as a layer's
-    products read and write them, if all are as long and as wide."""
+    """Memory for the gradients of q, k and v, each a [B, heads, S, D] view of [B, S, heads, D]: side by side, as a
+    layer's products read and write them, if all have the same length and width."""
     if {(x.shape[2], x.shape[3]) for x in (q, k, v)} != {(q.shape[2], q.shape[3])}:
         return [x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v)]
     heads = [x.shape[1] for x in (q, k, v)]

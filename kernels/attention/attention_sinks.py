@@ -2,7 +2,7 @@
 2309.17453).
 
 A sink is a partial attention with a score of its own and a value of zero, so it is merged like any other, after all
-keys. `out` and `lse` then are those of the full attention, which is all that the backward of the other parts needs.
+keys. `out` and `lse` are then those of the full attention, which is all that the backward of the other parts needs.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Packed segments, and runs of them: neighbours of which each run is a call of its own.
+"""Packed segments, and runs of neighbouring segments, each computed by a call of its own.
 
-A kernel for packed rows launches as many blocks for every segment as for the longest one. Beside a long document
-thousands of short ones cost more in blocks that find nothing to do than in attention.
+A kernel for packed rows launches as many blocks for every segment as for the longest one. Beside a long document,
+thousands of short ones cost more in blocks with nothing to do than in attention.
 """
 
 from __future__ import annotations
@@ -84,5 +84,5 @@ def _as_rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _cut(run: PackedRun, joined: Sequence[Tensor], queries: int) -> list[Tensor]:
-    """What a run has of tensors, of which the first so many are of queries, and the others of keys."""
+    """A run's part of each tensor: the first `queries` tensors are of queries, the others of keys."""
     return [x[:, :, run.queries if number < queries else run.keys] for number, x in enumerate(joined)]

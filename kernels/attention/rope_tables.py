@@ -1,5 +1,5 @@
-"""Tables of rotary angles, position * theta^(-2 i / width) for pair i, with the scaling of Llama 3.1 and YaRN, or of
-all pairs alike.
+"""Tables of rotary angles, position * theta^(-2 i / width) for pair i, scaled as in Llama 3.1 or YaRN, all pairs alike,
+or not at all.
 
 Scaling lengthens wavelengths, so that a model reads longer texts than it was first trained on.
 """

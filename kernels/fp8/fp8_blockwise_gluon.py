@@ -1,8 +1,8 @@
-"""Both forms of matrices in bfloat16, where tiles of 1 x 128 have scales, in Gluon: a program reads 128 x 128 once.
+"""Casts bfloat16 matrices to both forms, with scales of 1 x 128 tiles, in Gluon: a program reads 128 x 128 once.
 
-It casts rows as they come and leaves them in shared memory, from where it reads columns. There they lie in another
-order: `ldmatrix` gives a thread two of every eight rows, so neighbours of the matrix are staged two by two, eight
-apart, and each thread has 32 values of a column that follow each other.
+It casts rows as they come and stages them in shared memory, from which it reads columns. They are staged in another
+order: `ldmatrix` gives a thread two of every eight rows, so neighbouring rows of the matrix are staged two by two,
+eight apart, and each thread gets 32 consecutive values of a column.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tile_of(K):
 
 @gluon.jit
 def staged_rows(row, place, COUNT: gl.constexpr):
-    """The rows of a tile that are staged from `place` on, of which the first is `row`."""
+    """The rows that are staged from `place` on, of a tile whose first row is `row`."""
     places = place + gl.arange(0, COUNT, gl.SliceLayout(1, row_layout(gl.num_warps())))
     return row + (places >> 1 & 3) * 32 + (places >> 3) * 2 + (places & 1)
 
@@ -112,7 +112,7 @@ def _cast(x, rows, columns, T, K, COUNT: gl.constexpr, SCALING: gl.constexpr):
 
 @gluon.jit
 def _rounded(x):
-    """In bfloat16: two at once, where the compiler, of those that are read in float32 again, rounds each alone."""
+    """Rounded to bfloat16, two at once: the compiler would round those that are read again in float32 one at a time."""
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )

@@ -1,4 +1,4 @@
-"""Casts to 8 bits, of both forms in one pass, and transposes of what is cast."""
+"""Casts to 8 bits, to both forms in one pass, and transposes of 8-bit matrices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fp8_cast(
     columns: bool = True,
     maxima: Tensor | None = None,
 ) -> Fp8Forms:
-    """The forms of x [T, K] that are asked for. Other scales than those of blocks need `amax`.
+    """The requested forms of x [T, K]. Scales other than those of blocks need `amax`.
 
     T and K are multiples of 128, and x and the maxima of `amax` are contiguous. A cast of rows can `record` the maximum
     of x in `maxima`.

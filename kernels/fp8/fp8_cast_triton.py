@@ -1,11 +1,11 @@
 """Casts to 8 bits in Triton.
 
-What is transposed is computed as `quads`, four matrices that have every fourth row of it: so a thread holds four values
-that lie beside each other in the transpose, and threads exchange those at once instead of byte by byte.
+A matrix to be transposed is computed as `quads`, four matrices with every fourth row of it: so a thread holds four
+values that are adjacent in the transpose, and threads exchange those at once instead of byte by byte.
 
-A program casts a block of a matrix in every form that is asked for. But where tiles of the matrix have scales of their
-own, both forms need a whole tile of 128 x 128: those in bfloat16 are cast in Gluon (fp8_blockwise_gluon.py), others
-twice, by rows and by columns.
+A program casts a block of a matrix to every requested form. But where tiles of the matrix have scales of their own,
+both forms need a whole tile of 128 x 128: bfloat16 matrices are cast in Gluon (fp8_blockwise_gluon.py), others twice,
+by rows and by columns.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Parts(NamedTuple):
 
     @property
     def step(self) -> int:
-        """From one row that is held together to the next."""
+        """The distance between rows that are held together."""
         return 4 if self.columns else 1
 
     @property
     def height(self) -> int:
-        """Rows that are held together."""
+        """The number of rows that are held together."""
         return 4 * self.quads // self.step
 
 
@@ -61,7 +61,7 @@ def part_of(K, PARTS: tl.constexpr):
 
 @triton.jit
 def rows_of(row, PARTS: tl.constexpr):
-    """The rows of a block that is loaded at once, or those of the first of its quads."""
+    """The rows of a block, if it is loaded at once, or those of its first quad."""
     return row + PARTS.step * tl.arange(0, PARTS.height)
 
 
@@ -73,7 +73,7 @@ def load(x, rows, columns, K):
 
 @triton.jit
 def largest(quads):
-    """The absolute maxima of each four rows [QUADS, WIDTH]."""
+    """The absolute maxima of every four rows [QUADS, WIDTH]."""
     a, b, c, d = quads
     return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
 
@@ -86,7 +86,7 @@ def store_rows(x, out, rows, column, T, K, SCALING: tl.constexpr):
     if SCALING.given:
         found = tl.load(amax + rows * SCALING.stride)
         scale, inverse = scale_of(found, SCALING.limit, SCALING.power_of_two)
-        # A mask, as a branch would cost registers: one program of a row writes its scale.
+        # One program of a row writes its scale: by a mask, as a branch would cost registers.
         tl.store(scales + rows * SCALING.stride, scale, mask=(column == 0) & (rows >= 0))
         y = saturate(x * inverse[:, None], SCALING.limit)
     else:
@@ -168,7 +168,7 @@ def _cast_square(x, rows, columns, T, K, ROWS: tl.constexpr, COLUMNS: tl.constex
     if COLUMNS:
         values, scales, _ = columns
         tl.store(scales + down * (K // TILE) + across, scale)
-        # Read again: of a float32 tile kept for both forms, Triton 3.6 transposes wrong bytes.
+        # Read again: Triton 3.6 transposes wrong bytes of a float32 tile that is kept for both forms.
         turned = tl.load(x + column[:, None] + row[None, :] * K).to(tl.float32)
         tl.store(values + column[:, None] * T + row[None, :], (turned * inverse).to(values.dtype.element_ty))
 
@@ -192,7 +192,7 @@ def maximum_of(maxima: Tensor) -> Tensor:
 
 
 def twice(amax: Tensor | None) -> Amax | None:
-    """For the one form that is asked for."""
+    """The same maxima for both forms, of which one is requested."""
     return None if amax is None else Amax(amax, amax)
 
 
@@ -235,7 +235,7 @@ class Out:
     def parts(
         self, given: Parts = GIVEN_PARTS, rows: Parts = ROW_PARTS, columns: Parts = COLUMN_PARTS
     ) -> Iterator[Parts]:
-        """Of the launches for the forms that are asked for."""
+        """The parts of each launch for the requested forms."""
         if self.is_given:
             yield given._replace(rows=self.rows is not None, columns=self.columns is not None)
         else:

@@ -1,4 +1,5 @@
-"""Gated linear units of experts that write their results in 8 bits, and never in 16: rows with scales of 1 x 128."""
+"""Gated linear units of experts that write their results only in 8 bits, never in 16: rows with scales of 1 x 128
+tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of 8-bit matrices with scales: on a GPU cuBLAS's, which adds up sums of at most 128 products in float32."""
+"""Products of 8-bit matrices with scales: on a GPU by cuBLAS, which adds sums of at most 128 products in float32."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pentad.kernels.backend import accumulation_dtype
 from pentad.kernels.cublaslt import Scaled, add_product_
 from pentad.kernels.fp8.fp8_tensor import TILE, Fp8Tensor
 
-SCALE_ROWS = 4  # of scales of 128 x 128 tiles that cuBLAS reads
+SCALE_ROWS = 4  # cuBLAS reads scales of 128 x 128 tiles in multiples of this many
 
 
 def fp8_gemm(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """a [M, K] times the transpose of b [N, K], as [M, N] of `dtype`; written to `out`, if there is one."""
+    """a [M, K] times the transpose of b [N, K], as [M, N] of `dtype`; written to `out`, if given."""
     if out is None:
         out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
     if a.values.is_cuda and dtype != torch.float64:
@@ -24,7 +24,7 @@ def fp8_gemm(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype, out: Tensor | None 
 
 
 def accumulate_fp8_gradient_(main: Tensor, dy: Fp8Tensor, x: Fp8Tensor, *, overwrite: bool = False) -> None:
-    """main [N, K] += dy [N, T] times the transpose of x [K, T]; or = if it is to `overwrite` what main has.
+    """main [N, K] += dy [N, T] times the transpose of x [K, T]; with `overwrite`, = instead of +=.
 
     main is float32, or float64 in exactness tests: no sum is rounded to 16 bits.
     """
@@ -60,7 +60,7 @@ def _multiply(a: Fp8Tensor, b: Fp8Tensor, out: Tensor) -> None:
 
 
 def _add(main: Tensor, dy: Fp8Tensor, x: Fp8Tensor) -> bool:
-    """Adds the product to main; or returns False: cuBLAS does not do both at once for these."""
+    """Adds the product to main. Returns False if cuBLAS does not do both at once for these operands."""
     return add_product_(main, Scaled(dy.values, *_for_cublas(dy, x)), Scaled(x.values, *_for_cublas(x, dy)))
 
 
@@ -71,7 +71,7 @@ def _for_cublas(a: Fp8Tensor, other: Fp8Tensor) -> tuple[Tensor, ScalingType]:
         return a.scales.view(1), ScalingType.TensorWise
     if across == other.scales.shape[1] == 1 and k != TILE:
         return a.scales, ScalingType.RowWise
-    if down == m:  # cuBLAS checks the stride of a single column, too, which torch leaves open
+    if down == m:  # cuBLAS checks the stride of a single column, too, which torch leaves undefined
         return a.scales.as_strided((m, across), (1, m)), ScalingType.BlockWise1x128
     padded = a.scales.new_zeros(down, -(-across // SCALE_ROWS) * SCALE_ROWS)
     padded[:, :across] = a.scales

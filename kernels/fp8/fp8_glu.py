@@ -1,4 +1,4 @@
-"""Gated linear units that write their results in 8 bits, and never in 16."""
+"""Gated linear units that write their results only in 8 bits, never in 16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def fp8_glu(
     amax: Tensor | None = None,
     maxima: Tensor | None = None,
 ) -> Fp8Tensor:
-    """`glu` of gate_up [T, 2I] for products over I, with the `amax` of its rows; `record` has its own in `maxima`."""
+    """`glu` of gate_up [T, 2I] for products over I, scaled by the `amax` of its rows; its own maximum goes to `maxima`
+    (see `record`)."""
     y = glu(_wide(gate_up), act)
     record(y, maxima)
     return quantize(y, recipe, "activation", amax)
@@ -33,10 +34,11 @@ def fp8_glu_backward(
     amax: tuple[Amax, Tensor] | None = None,
     maxima: Tensor | None = None,
 ) -> tuple[Fp8Forms, Fp8Tensor]:
-    """(both forms of dgate_up [T, 2I], the transposed one [I, T] of y) of `glu_backward`, with
-    the `amax` of dgate_up and of the columns of y; `record` has the absolute maximum of dgate_up in `maxima`.
+    """(both forms of dgate_up [T, 2I], the transposed one [I, T] of y) of `glu_backward`, scaled by the `amax` of
+    dgate_up and of the columns of y; the absolute maximum of dgate_up goes to `maxima` (see `record`).
 
-    Where tiles have scales, results are rounded to the dtype of dy before: kernels keep them in shared memory."""
+    Where tiles have scales, results are first rounded to the dtype of dy, in which kernels keep them in shared
+    memory."""
     of_gradient, of_y = (None, None) if amax is None else amax
     dgate_up, y = glu_backward(dy, gate_up, act) if amax is None else glu_backward(_wide(dy), _wide(gate_up), act)
     record(dgate_up, maxima)

@@ -1,11 +1,11 @@
 """Products of experts in 8 bits: rows sorted by expert times the matrix of their expert, with scales of blocks.
 
 Offsets are those of `pentad.kernels.moe.grouped_gemm`; activations and gradients have a scale for each 1 x 128 values,
-weights for each 128 x 128. With an `index` row r of an operand is its row `index[r]`: tokens need not be copied for
-each of their experts.
+weights for each 128 x 128. With an `index`, row `index[r]` of an operand takes the place of row r: tokens need not be
+copied for each of their experts.
 
-The gradients of weights sum over rows. A scale for a tile of rows would depend on which tokens share it, and so on the
-mesh, and it would take a second cast. So W multiplies what F and B have multiplied, cast back to the dtype of compute.
+Weight gradients are sums over rows. A scale for a tile of rows would depend on which tokens share it, and so on the
+mesh, and would take a second cast. So W multiplies the operands of F and B, cast back to the compute dtype.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pentad.kernels.moe.grouped_gemm_triton import tile_of
 
 TILE = tl.constexpr(fp8_tensor.TILE)
 ROWS = 128  # of a program's tile
-# Each sum of 128 products is added up in registers of its own: tensor cores add more of them with less precision.
+# Sums of 128 products are accumulated in separate registers: tensor cores add more of them with less precision.
 FORWARD: dict[str, Any] = {"ROWS": ROWS, "num_warps": 8, "num_stages": 3}
 CAST: dict[str, Any] = {"ROWS": 32, "num_warps": 4}
 

@@ -1,4 +1,4 @@
-"""RMSNorm that writes its result in 8 bits, and never in 16."""
+"""RMSNorm that writes its result only in 8 bits, never in 16."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def fp8_rms_norm(
     offset: float = 0.0,
     maxima: Tensor | None = None,
 ) -> tuple[Fp8Tensor, Tensor, Tensor]:
-    """(the normed rows [T, H] for products over H, summed, rstd) as of `rms_norm`, with the `amax` of the rows;
-    `record` has their own in `maxima`."""
+    """(the normed rows [T, H] for products over H, summed, rstd) as in `rms_norm`, scaled by the `amax` of the rows;
+    their own maximum goes to `maxima` (see `record`)."""
     wide = accumulation_dtype(x.dtype)
     _, summed, rstd = rms_norm(x, weight, eps, residual, offset)
     normed = _normed(summed.to(wide), weight, rstd, offset)
@@ -35,7 +35,7 @@ def rms_norm_amax(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the absolute maximum [1, 1] of the normed rows, summed [T, H], rstd [T]): all but the rows, which `fp8_normed`
-    casts when the maximum of the whole tensor is known."""
+    casts once the maximum of the whole tensor is known."""
     _, summed, rstd = rms_norm(x, weight, eps, residual, offset)
     return absolute_maximum(_normed(summed.to(rstd.dtype), weight, rstd, offset)), summed, rstd
 
@@ -52,7 +52,7 @@ def fp8_normed(
     rows: bool = True,
     columns: bool = True,
 ) -> Fp8Forms:
-    """The normed rows again, from what `fp8_rms_norm` returned, in the forms [T, H] and [H, T] that are asked for."""
+    """The normed rows again, from what `fp8_rms_norm` returned, in the requested forms, [T, H] and [H, T]."""
     normed = _normed(summed.to(rstd.dtype), weight, rstd, offset)
     return forms_of(normed, recipe, "activation", amax, rows=rows, columns=columns)
 

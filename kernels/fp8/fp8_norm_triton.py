@@ -1,4 +1,5 @@
-"""RMSNorm into 8 bits in Triton: forward a program holds full rows; what is normed again is cut into tiles."""
+"""RMSNorm into 8 bits in Triton: in the forward a program holds full rows; rows that are normed again are cut into
+tiles."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def _forward(
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
     CAST: tl.constexpr, SCALING: tl.constexpr,
 ):  # fmt: skip
-    """The maximum of the normed rows raises `maxima`, if there are any."""
+    """Raises `maxima`, if given, to the maximum of the normed rows."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y, offsets, mask = normed_rows(x, residual, weight, summed, rstd, T, eps, H, ROWS, BLOCK, ADD, OFFSET)
     if maxima is not None:

@@ -13,8 +13,8 @@ TINY = tl.constexpr(fp8_tensor.TINY)
 
 
 class Scaling(NamedTuple):
-    """How values are scaled: by maxima that are `given`, `stride` from one row or column to the next, or by those of
-    tiles; and the largest number of the 8-bit dtype."""
+    """How values are scaled: by maxima that are `given`, `stride` apart from one row or column to the next, or else by
+    those of tiles. `limit` is the largest number of the 8-bit dtype."""
 
     given: bool
     stride: int
@@ -24,7 +24,7 @@ class Scaling(NamedTuple):
 
 @triton.jit
 def scale_of(amax, LIMIT: tl.constexpr, POWER: tl.constexpr):
-    """(the scale, by what values are multiplied to be cast)"""
+    """(the scale, the factor by which values are multiplied before the cast)"""
     scale = tl.maximum(amax, TINY, propagate_nan=tl.PropagateNan.ALL) * (1.0 / LIMIT)
     if POWER:
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
@@ -34,5 +34,5 @@ def scale_of(amax, LIMIT: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def saturate(x, LIMIT: tl.constexpr):
-    """NaN stays NaN."""
+    """Clamps x to `LIMIT`; NaN stays NaN."""
     return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)

@@ -1,14 +1,14 @@
-"""Tensors of 8-bit floating-point numbers with scales, and how a recipe shares out the scales.
+"""Tensors of 8-bit floating-point numbers with scales, and the recipes that say which values share a scale.
 
-A tile of the tensor has one scale, by which its values are multiplied to have their meaning. Recipes:
+A tile of the tensor has one scale: the numbers that it stands for are its values times the scale. Recipes:
 
 - block: DeepSeek-V3's (arXiv 2412.19437, section 3.3): tiles of 1 x 128 in activations and gradients, 128 x 128 in
   weights;
 - row: a scale for each row of a left operand, and for each column of a right one;
 - tensor: one scale for the whole tensor.
 
-Every product sums over the last dimension of both operands. So what is also multiplied along its other dimension is
-needed in a second form, transposed, with scales of its own.
+Every product sums over the last dimension of both operands. So a matrix that is also multiplied along its other
+dimension is needed in a second form, transposed, with scales of its own.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ class Recipe(NamedTuple):
 
 
 class Fp8Tensor(NamedTuple):
-    """A matrix [M, K] of `values` times `scales`, one float32 for each tile: [M / rows, K / columns] of a tile.
+    """A matrix [M, K] of `values` times `scales`, one float32 for each tile: [M / rows, K / columns] for tiles of rows
+    x columns.
 
-    The scales of tiles of 1 x 128 lie column by column, as cuBLAS wants them.
+    The scales of 1 x 128 tiles are stored column by column, as cuBLAS wants them.
     """
 
     values: Tensor
     scales: Tensor
 
     def part(self, rows: slice) -> Fp8Tensor:
-        """Some rows, of whole tiles of one row or with the scale of the tensor."""
+        """Some of the rows, if tiles have one row or the tensor has one scale."""
         scales = self.scales
         if scales.numel() > 1:
             scales = scales.t()[:, rows].contiguous().t()
@@ -117,6 +118,6 @@ def absolute_maximum(x: Tensor) -> Tensor:
 
 
 def record(x: Tensor, maxima: Tensor | None) -> None:
-    """Raises `maxima` [MAXIMA], float32, whose largest place counts, to the absolute maximum of x."""
+    """Raises `maxima` [MAXIMA], float32, of which only the largest counts, to the absolute maximum of x."""
     if maxima is not None:
         torch.maximum(maxima, absolute_maximum(x).view(1), out=maxima)

@@ -1,6 +1,6 @@
 """RMSNorms of queries and keys, each head by itself, and the rotation that follows, in place.
 
-See `rms_norm` and `rope_`: on a GPU one pass takes the place of both, and of the copies between them.
+See `rms_norm` and `rope_`: on a GPU one pass replaces both, and the copies between them.
 """
 
 import torch

@@ -15,7 +15,8 @@ WARPS, BACKWARD_WARPS, STAGES = 4, 8, 3
 
 @triton.jit
 def _places(rows, pairs, count, S, token_stride, head_stride, N: tl.constexpr, HALF: tl.constexpr):
-    """(offsets of the first halves of heads, those of their copies, those of their angles, which of them there are)"""
+    """(offsets of the first halves of heads, those of their copies, those of their angles, the mask of those that
+    exist)"""
     token, head = rows // N, rows % N
     heads = (token.to(tl.int64) * token_stride + head * head_stride)[:, None] + pairs[None, :]
     copies = rows.to(tl.int64)[:, None] * (2 * HALF) + pairs[None, :]
@@ -38,7 +39,7 @@ def _forward(
     tl.store(rstd + rows, r, mask=rows < count)
     first = tl.load(weight + pairs, mask=pairs < HALF, other=0.0).to(tl.float32) + OFFSET
     second = tl.load(weight + HALF + pairs, mask=pairs < HALF, other=0.0).to(tl.float32) + OFFSET
-    # As if a norm had written them.
+    # Rounded as if a separate norm had written them.
     a = (a * r[:, None] * first[None, :]).to(x.dtype.element_ty).to(tl.float32)
     b = (b * r[:, None] * second[None, :]).to(x.dtype.element_ty).to(tl.float32)
     c = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
@@ -64,7 +65,7 @@ def _backward(
         b = tl.load(dx + HALF + at, mask=mask, other=0.0).to(tl.float32)
         c = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
         s = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
-        # As if the rotation back had written them.
+        # Rounded as if a separate rotation had written them.
         da = (a * c + b * s).to(dx.dtype.element_ty).to(tl.float32)
         db = (b * c - a * s).to(dx.dtype.element_ty).to(tl.float32)
         r = tl.load(rstd + rows, mask=rows < count, other=0.0)[:, None]

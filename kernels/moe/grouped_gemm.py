@@ -32,8 +32,8 @@ def grouped_gemm(x: DenseRows, weights: Strided, offsets: Tensor) -> Tensor:
 def accumulate_grouped_gradient_(
     main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, overwrite: bool = False
 ) -> None:
-    """main[e] [N, K] += dy_e^T @ x_e over the rows of each expert, of dy [R, N] and x [R, K]; or = if it is to
-    `overwrite` what main has.
+    """main[e] [N, K] += dy_e^T @ x_e over the rows of each expert, of dy [R, N] and x [R, K]; with `overwrite`, =
+    instead of +=.
 
     main [E, N, K] is float32, or float64 for float64 inputs. No product is rounded to 16 bits, and rows are added in
     order.

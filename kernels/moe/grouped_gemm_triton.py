@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import KernelKey, ceil_div, choose_kernel
 
-WIDE = 512  # columns of a W that has wide tiles
+WIDE = 512  # columns from which W has wide tiles
 ALIGNMENT = 16  # bytes, of the rows and matrices that torch's kernel supports
 
 
@@ -91,7 +91,7 @@ def _add(
     main, total, n, first_k, N, K, OVERWRITE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Adds columns in PIECES one after another: the sum and what it is added to need not all be in registers."""
+    """Adds columns in PIECES, one after another, so that not all of the sum and its target need be in registers."""
     if PIECES > 1:
         left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
         _add(main, left, n, first_k, N, K, OVERWRITE, ROWS, COLUMNS // 2, PIECES // 2)
@@ -113,7 +113,8 @@ def _shape(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _wgrad_shape(dtype: torch.dtype, k: int) -> dict[str, Any]:
-    """Of W with K columns: wide tiles read less, and add what they have in pieces, as their sums fill the registers."""
+    """Tile sizes for W with K columns: wide tiles read less, and add their sums in pieces, as these fill the
+    registers."""
     if dtype == torch.float32 or k < WIDE:
         return _shape(dtype) | {"PIECES": 1 if dtype == torch.float32 else 4}
     wide = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 32, "PIECES": 4}
@@ -121,7 +122,7 @@ def _wgrad_shape(dtype: torch.dtype, k: int) -> dict[str, Any]:
 
 
 def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Launches torch's kernel or this; see `pentad.kernels.moe.grouped_gemm.grouped_gemm`."""
+    """Launches torch's kernel or ours; see `pentad.kernels.moe.grouped_gemm.grouped_gemm`."""
     if choose_kernel(serving_kernels(x, weights), grouped_key(weights)) == "torch":
         return torch._grouped_mm(x, weights.transpose(1, 2), offs=offsets)
     (rows, k), (experts, n, _) = x.shape, weights.shape
@@ -137,12 +138,12 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 def serving_kernels(x: Tensor, weights: Tensor) -> tuple[str, ...]:
-    """The implementations of such a product, of which the first one usually is the fastest."""
+    """The implementations that serve a product, of which the first is usually the fastest."""
     return ("torch", "triton") if _torch_supports(x, weights) else ("triton",)
 
 
 def grouped_key(weights: Tensor) -> KernelKey:
-    """That of a product with weights [E, N, K]; with those of a transposed tensor it is another one."""
+    """The key of a product with weights [E, N, K]; transposed weights have another one."""
     return "grouped_gemm" + "_transposed" * (weights.stride(2) != 1), *weights.shape
 
 

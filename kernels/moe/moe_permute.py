@@ -1,7 +1,7 @@
 """Token permutation of MoE layers: rows sorted by expert, and how tokens become rows and rows tokens.
 
 T tokens choose K of E experts each; `local` experts from number `first` on are on this rank. A token has a row for each
-of its local experts. There is room for as many rows R as possible; unused ones are at the end, undefined. There are no
+of its local experts. R is the largest possible number of rows; unused ones are at the end, undefined. There are no
 atomic additions, so two runs have the same bits, and on a GPU the host never waits.
 """
 
@@ -42,7 +42,7 @@ def sort_by_expert(experts: Tensor, weights: Tensor, first: int, local: int) -> 
 
 @triton_on_gpu
 def values_of_choices(values: Tensor, positions: Tensor) -> Tensor:
-    """[T, K]: the value [R] of each choice's row, at positions [T, K]; 0 where -1 says that there is none."""
+    """[T, K]: the value [R] of each choice's row, at positions [T, K]; 0 where the position is -1, for none."""
     return torch.where(positions >= 0, values[positions.clamp(min=0)], 0)
 
 

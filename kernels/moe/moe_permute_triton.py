@@ -39,7 +39,8 @@ def _place(
     experts, weights, counts, offsets, chosen, row_weights, positions, first, T,
     K: tl.constexpr, LOCAL: tl.constexpr, TOKENS: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of an expert begin at the last offset; those of this program's tokens follow those of earlier programs."""
+    """Rows of an expert begin at the offset of the one before; those of this program's tokens follow those of earlier
+    programs."""
     block = tl.program_id(0)
     tokens = block * TOKENS + tl.arange(0, TOKENS).to(tl.int64)[:, None]
     columns = tl.arange(0, LP).to(tl.int64)[None, :]

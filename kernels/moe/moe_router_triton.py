@@ -63,7 +63,7 @@ def _choose(
     candidates = score
     if BIAS:
         candidates += tl.load(bias + columns, mask=columns < E, other=0.0).to(tl.float32)
-    # A score that is no number is the last choice, so that the experts of a token are distinct whatever they are.
+    # NaN scores are chosen last, so that the experts of a token are always distinct.
     candidates = tl.where(candidates == candidates, tl.maximum(candidates, -3e38), -3e38)
     candidates = tl.where(columns < E, candidates, float("-inf"))
     if GROUPS > 1:

@@ -8,9 +8,9 @@ from pentad.kernels.backend import DenseRows, triton_on_gpu
 
 @triton_on_gpu
 def add_shards_(out: Tensor, own: Tensor, others: DenseRows, position: int, *, accumulate: bool) -> None:
-    """out [n] = the sum of own [n] and of the rows of others [ranks - 1, n] in the order of ranks, of which own is
-    number `position`; after what `out` holds if it is to `accumulate`. `out` may be `own`. Narrower terms than float32
-    are added in float32."""
+    """Writes to out [n] the sum, in the order of ranks, of own [n], which is that of rank number `position`, and the
+    rows of others [ranks - 1, n]; with `accumulate`, the sum begins with what `out` holds. `out` may be `own`. Terms
+    narrower than float32 are added in float32."""
     terms = [
         each.to(torch.promote_types(each.dtype, torch.float32))
         for each in (*others[:position], own, *others[position:])

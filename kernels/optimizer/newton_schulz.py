@@ -11,8 +11,8 @@ EPS = 1e-7
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Matrices x [N, R, C] with singular values near 1 (0.7 to 1.2; smaller ones that were tiny) and the same singular
-    vectors, in the dtype of x, in which all products are.
+    """Matrices x [N, R, C] with the same singular vectors and singular values near 1 (0.7 to 1.2; less where they were
+    tiny), in the dtype of x, like all products.
 
     A matrix of zeros stays zero.
     """

@@ -1,4 +1,4 @@
-"""float32 numbers as the bfloat16 ones nearest to them, and the 16 bits that those lack.
+"""float32 numbers split into the nearest bfloat16 numbers and the 16 bits that those lack.
 
 Master weights in this form need 2 bytes beside the bfloat16 weights that layers read, not 4: only their remainders are
 stored (`store_param_remainders` of Megatron-LM and Transformer Engine).
@@ -29,9 +29,9 @@ class SplitFloat32(Tensor):
     """A float32 tensor without memory of its own: the bits of `high` (bfloat16), with zeros behind them, plus
     `low` (int16).
 
-    `high` is the nearest bfloat16, and of two as near the one away from zero: so each float32 has one such pair. Slices
-    and views are of both parts. `copy_` and `zero_` write both. All other operations read the float32 numbers, in
-    memory that lives as long as they do, as `view` in another dtype does; other views and writes are refused.
+    `high` is the nearest bfloat16, with ties away from zero, so each float32 has exactly one such pair. Slices and
+    views are of both parts. `copy_` and `zero_` write both. All other operations, and `view` in another dtype, read the
+    float32 numbers from temporary memory; other views and writes are refused.
     """
 
     high: Tensor
@@ -96,7 +96,8 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 
 @triton_on_gpu
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype; of float32 in bfloat16 the `high` of a SplitFloat32, where torch would round to even."""
+    """x in another dtype; from float32 to bfloat16, the `high` of a SplitFloat32, where torch would round ties to
+    even."""
     return _high(_bits(x)) if (x.dtype, dtype) == (torch.float32, torch.bfloat16) else x.to(dtype)
 
 
@@ -109,7 +110,7 @@ def _write(target: SplitFloat32, x: Tensor) -> None:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Of float32, with the same for all NaNs, to which HALF can be added without overflow."""
+    """The bits of float32 numbers; those of all NaNs are the same, so that HALF can be added without overflow."""
     return torch.where(x.isnan(), NAN, x.view(torch.int32))
 
 

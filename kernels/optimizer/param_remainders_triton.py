@@ -17,13 +17,13 @@ BLOCK = 2048
 
 
 def parts(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What `load` and `store` get of a tensor: both parts, or the tensor of float32 alone."""
+    """What `load` and `store` take for a tensor: both parts, or a float32 tensor alone."""
     return (x.high, x.low) if isinstance(x, SplitFloat32) else (x, None)
 
 
 @triton.jit
 def load(x, low, mask):
-    """float32 numbers at pointers `x`, or with a `low` those of which these are the parts."""
+    """float32 numbers at pointers `x`; with `low`, those of which `x` and `low` are the parts."""
     found = tl.load(x, mask=mask)
     if low is not None:
         bits = found.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -44,7 +44,7 @@ def store(x, low, values, mask):
 
 @triton.jit
 def rounded(values, dtype: tl.constexpr):
-    """float32 numbers in another dtype, as `nearest`."""
+    """float32 numbers in another dtype, like `nearest`."""
     return _high(_bits(values)).to(tl.bfloat16, bitcast=True) if dtype == tl.bfloat16 else values.to(dtype)
 
 

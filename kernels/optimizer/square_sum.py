@@ -1,4 +1,4 @@
-"""The sum of the squares of gradients, of which the global norm is made."""
+"""The sum of the squares of gradients, from which the global norm is computed."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ PIECE = 2**20  # elements of which there is a float64 copy at a time
 def square_sum(flat: Tensor) -> Tensor:
     """The sum of the squares of flat [n], a float64 scalar.
 
-    Squares of float32 numbers are exact in float64. However gradients are divided into calls, the norm is the same
-    but for 1e-15 of it, and so are its float32 digits.
+    Squares of float32 numbers are exact in float64. However gradients are divided into calls, the norm is the same to
+    1e-15, and so are its float32 digits.
     """
     sums = [piece.double().square().sum() for piece in flat.split(PIECE)]
     return torch.stack(sums).sum()

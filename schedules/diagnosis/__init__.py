@@ -1,1 +1,1 @@
-"""What a step's time went into, what would shorten it, and which rank is slow."""
+"""Where a step's time went, what would shorten it, and which ranks are slow."""

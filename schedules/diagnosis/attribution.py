@@ -1,4 +1,4 @@
-"""What each rank's step went into: parts in integer nanoseconds that add up to its time."""
+"""Where the time of each rank's step went: parts in integer nanoseconds that add up to the whole."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ PARTS = {
     STARVED: "ready to run, while other processes had the cores",
     HOST: "between instructions: what could run had not been issued",
 }
-FIRST_START = 0  # of the step, in nanoseconds
+FIRST_START = 0  # of a step, in nanoseconds
 
 
 class LayerWait(NamedTuple):
-    """Seconds that a rank's compute waited for communication inside layers during a step, and how many of these it
-    waited for a peer that was late."""
+    """Seconds of a step that a rank's compute waited for communication inside layers, and how many of these were spent
+    waiting for a late peer."""
 
     seconds: float = 0.0
     late: float = 0.0
 
 
 class Starved(NamedTuple):
-    """Seconds that a rank was ready to run while other processes had the cores: in compute, and between
+    """Seconds for which a rank was ready to run while other processes had the cores: during compute, and between
     instructions."""
 
     compute: float = 0.0
@@ -49,7 +49,7 @@ class Starved(NamedTuple):
 
 @dataclass(frozen=True)
 class RankStep:
-    """One rank's step: nanoseconds by part of PARTS, all of which it has."""
+    """One rank's step: nanoseconds for every part in PARTS."""
 
     rank: int
     parts: dict[str, int]
@@ -60,8 +60,8 @@ class RankStep:
 
 
 class Measured(NamedTuple):
-    """What is known of a step besides its spans: when it began (on the timeline's clock, None: at its first start),
-    and by rank the seconds that the host waited for data, the waits inside layers, and what it was starved."""
+    """What is known of a step besides its spans, by rank: when it began (on the timeline's clock; missing: at its first
+    start), the seconds that the host waited for data, the waits inside layers, and how long it was starved."""
 
     began: Mapping[int, float] = {}
     data: Mapping[int, float] = {}
@@ -75,9 +75,8 @@ NOTHING_ELSE = Measured()
 def attribute(
     program: Program, mesh: Mesh, timeline: Timeline, costs: Costs, measured: Measured = NOTHING_ELSE
 ) -> tuple[RankStep, ...]:
-    """The parts of one step of a run, by rank of the mesh. `costs` are what its instructions cost without waiting: the
-    bubble of the program simulated at them is the schedule's, on each rank. Raises PentadError if the step is not
-    complete."""
+    """The parts of one step of a run, by rank of the mesh. `costs` are those of its instructions without waiting:
+    simulating the program at them gives each rank's schedule bubble. Raises PentadError if the step is not complete."""
     ideal = StepView(program, mesh, to_mesh_ranks(simulate(program, costs), mesh))
     view = StepView(program, mesh, timeline)
     return tuple(_rank_step(view, ideal, rank, measured) for rank in range(mesh.size))

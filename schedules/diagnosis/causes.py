@@ -1,4 +1,4 @@
-"""What makes a step long: candidates, each with the seconds that the step would save without it, by replaying it."""
+"""What makes a step long: candidate causes, each with the seconds that a replay of the step saves without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pentad.schedules.diagnosis.replay import RECOMPUTE, Replay, Seconds
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, COPIES, HOST, PARAMETERS
 from pentad.schedules.ir.columns import Array
 
-SLOWER = 1.03  # than its peers, from which a rank is a candidate
+SLOWER = 1.03  # times its peers' compute, above which a rank is a candidate; likewise for links
 WHOLE_PARTS = ("inside layers", BETWEEN_STAGES, PARAMETERS, "optimizer", RECOMPUTE, COPIES, "data", STARVED, HOST)
 
 
@@ -30,7 +30,8 @@ class Cause(NamedTuple):
 
 
 def find_causes(replay: Replay, left: Mapping[str, float]) -> list[Cause]:
-    """The largest first; only those that save time. Parts would cost nothing, but for the shares `left`, 0 to 1."""
+    """The causes that would save time, largest first. A part's cost is scaled to its share in `left` (0 to 1; default
+    0)."""
     base = replay.makespan()
     found = [*_slow_ranks(replay, base), *_slow_links(replay, base), *_uneven_stages(replay, base)]
     found += [Cause(part, base - replay.scaled(part, left.get(part, 0.0))) for part in WHOLE_PARTS]
@@ -38,8 +39,7 @@ def find_causes(replay: Replay, left: Mapping[str, float]) -> list[Cause]:
 
 
 def work_by_rank(replay: Replay) -> Array:
-    """Seconds of compute of every rank of the mesh, recomputation included, without waits inside layers or for a
-    core."""
+    """Compute seconds of every rank of the mesh, with recomputation but without waits inside layers or for a core."""
     return np.bincount(replay.rank, replay.parts["compute"] + replay.parts[RECOMPUTE], replay.view.mesh.size)
 
 

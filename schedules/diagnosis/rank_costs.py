@@ -1,4 +1,4 @@
-"""What instructions cost on the ranks of a pipeline, from every rank's seconds of some steps."""
+"""The costs of instructions on the ranks of a pipeline, from every rank's times in some steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pentad.schedules.spec.mesh import Mesh
 
 
 def costs_of_ranks(program: Program, mesh: Mesh, steps: Iterable[Sequence[RankTime]]) -> Costs | None:
-    """By the medians of these steps: each stage as on the fastest of the ranks that hold it, and as `slowdown` of a
-    pipeline rank, how many times as long its slowest replica takes; without what ranks were starved. None without the
-    times of all ops."""
+    """Costs from the medians of these steps, without time for which ranks were starved: each stage costs what it does
+    on the fastest rank that holds it, and a pipeline rank's `slowdown` is how many times as long its slowest replica
+    takes. None if the time of an op is missing."""
     counts = [
         Counter((part.op.value, part.stage) for action in stream for part in action.parts) for stream in program.streams
     ]
-    seconds = dict[tuple[int, str, int], list[float]]()  # of all instructions of an op on a stage, by rank and step
+    seconds = dict[tuple[int, str, int], list[float]]()  # by rank, op and stage: of each step
     for each in (each for step in steps for each in step):
         seconds.setdefault((each.rank, each.op, each.stage), []).append(each.seconds - each.starved)
     work = [dict[tuple[str, int], float]() for _ in range(mesh.size)]  # of one instruction, by rank
@@ -33,7 +33,7 @@ def costs_of_ranks(program: Program, mesh: Mesh, steps: Iterable[Sequence[RankTi
         least |= {key: min(value, least.get(key, value)) for key, value in its.items()}
 
     def of(op: str) -> tuple[float, ...]:
-        """By stage; BW counts half for each of B and W."""
+        """Seconds by stage; a BW counts as half B and half W."""
         half = 0.5 if op in ("B", "W") else 0.0
         return tuple(least.get((op, stage), half * least.get(("BW", stage), 0.0)) for stage in range(program.stages))
 

@@ -1,4 +1,4 @@
-"""The times of ranks as the rows of a heat map."""
+"""Rank times as the rows of a heat map."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pentad.schedules.draw.palette import ordered_ops
 from pentad.schedules.simulate.timeline import COMPUTE
 from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
 
-SHOWN = (*COMPUTE, "STEP")  # ops that a rank's own speed decides
+SHOWN = (*COMPUTE, "STEP")  # ops whose time depends on the rank's own speed
 
 
 def svg_rank_times(times: Sequence[RankTime], mesh: Mesh, *, title: str) -> str:
-    """The figure of all ranks of a mesh, beside those with the same stages; '' where no rank has such peers, or there
-    are no times."""
+    """The SVG text of a figure that compares every rank of a mesh with those that hold the same stages; '' if no rank
+    has such peers, or there are no times."""
     times = [each for each in times if each.rank < mesh.size and each.op in SHOWN]
     peers = {rank: mesh.group(("dp", *LAYER_AXES), rank) for rank in range(mesh.size)}
     if not times or len(peers[0]) == 1:
@@ -44,8 +44,8 @@ def svg_rank_times(times: Sequence[RankTime], mesh: Mesh, *, title: str) -> str:
 
 
 def _differences(values: dict[int, float], peers: dict[int, tuple[int, ...]]) -> dict[int, float]:
-    """How far each rank's value is from the median of its peers, as a share of that; without ranks that have no
-    peers."""
+    """How far each rank's value is from the median of its peers, as a share of the median; ranks without peers are left
+    out."""
     found = dict[int, float]()
     for rank, value in values.items():
         others = [values[peer] for peer in peers[rank] if peer != rank and peer in values]

@@ -1,7 +1,7 @@
-"""Seconds of every rank by op and stage, one step after another: few enough numbers to keep for many steps.
+"""Seconds of every rank by step, op and stage: few enough numbers to keep for many steps.
 
-Besides the ops of instructions there are DATA, what the host waited for the loader, and HOST, what could have run and
-had not been issued.
+Besides the ops of instructions there are DATA, the time that the host waited for the loader, and HOST, the time in
+which an instruction could have run but had not been issued.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pentad.schedules.simulate.timeline import COMPUTE, LONGEST_SECONDS, Span, T
 from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
 
 DATA, HOST_OP = "DATA", "HOST"
-MOST_SPANS = 20_000  # of a step whose waits are told apart, in some 0.1 s of the driver's time
+MOST_SPANS = 20_000  # the largest step whose waits are told apart, which takes the driver some 0.1 s
 
 
 class RankTime(NamedTuple):
-    """A rank's `seconds` in all instructions of an op on a stage (-1: none) in a step. In compute, `waited` of them
-    passed in communication inside layers, and for `starved` of them, of a CPU rank, its thread was ready to run while
-    other processes had the cores. Of receives they are the time of the transfers, from when the sender had the result,
-    if all took as long as those that compute waited for."""
+    """A rank's `seconds` in all instructions of an op on a stage (-1: none) in a step. For compute, `waited` of them
+    were spent on communication inside layers, and for `starved` of them, on a CPU rank, the thread was ready to run
+    while other processes had the cores. For receives they are the time of the transfers, from when the sender had the
+    result, assuming that all took as long as those that compute waited for."""
 
     step: int
     rank: int
@@ -49,8 +49,8 @@ class RankTime(NamedTuple):
 
 
 class RankWaits(NamedTuple):
-    """Seconds that a rank's host waited for the data of a step, and by op and stage those that its compute waited for
-    communication inside layers, and that it was `starved` (HOST: between instructions)."""
+    """Seconds that a rank's host waited for the data of a step; and, by op and stage, those that its compute waited for
+    communication inside layers and those for which it was `starved` (HOST: between instructions)."""
 
     rank: int
     data: float
@@ -65,8 +65,8 @@ SCHEMA = pa.schema(list(zip(RankTime._fields, _TYPES, strict=True)))
 def times_of_step(
     program: Program, mesh: Mesh, spans: Sequence[Span], waits: Sequence[RankWaits]
 ) -> tuple[RankTime, ...]:
-    """The times in the spans of one step. Ranks that have none are missing; what takes the program to tell, receives
-    and HOST, is missing in incomplete steps and in those with more than MOST_SPANS."""
+    """The times of one step, from its spans. Ranks without spans are missing. Receives and HOST, which are derived from
+    the program, are missing for incomplete steps and for those with more than MOST_SPANS spans."""
     step, seconds = spans[0].step, dict[tuple[int, str, int], float]()
     waited = {(each.rank, op, stage): took for each in waits for op, stage, took in each.layers}
     starved = {(each.rank, op, stage): took for each in waits for op, stage, took in each.starved}
@@ -87,7 +87,7 @@ def times_of_step(
 def _host_and_receives(view: StepView) -> dict[tuple[int, str, int], float]:
     found = dict[tuple[int, str, int], float]()
     for rank in range(view.mesh.size):
-        exposed = dict[Key, list[int]]()  # by receive, without its microbatch
+        exposed = dict[Key, list[int]]()  # by the key of a receive without its microbatch
         host = 0
         for busy in view.busy(rank, view.first_start(rank)):
             host += busy.idle.get(HOST, 0)
@@ -125,10 +125,10 @@ def load(path: Path) -> tuple[RankTime, ...]:
 
 
 def measured_of(times: Iterable[RankTime], mesh: Mesh, began: dict[int, float] | None = None) -> Measured:
-    """What `attribute` takes besides the spans, from the times of one step.
+    """What `attribute` needs besides the spans, from the times of one step.
 
-    A peer that is late keeps the others waiting in every collective of the layer, and itself waits least: what the
-    shortest wait of the group exceeds is waiting for a late peer.
+    A late peer keeps the others waiting in every collective of the layer, and itself waits least: any wait beyond the
+    shortest of the group is for a late peer.
     """
     data, waited = dict[int, float](), dict[tuple[int, str, int], float]()
     starved = dict[int, Starved]()

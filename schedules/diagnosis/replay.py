@@ -1,7 +1,8 @@
-"""A measured step as a graph of events over all ranks of the mesh, and how long it takes if a part takes less.
+"""A measured step as a graph of events over all ranks of the mesh, to find how long it takes if a part takes less.
 
-Each rank's instructions last as long as they did, without their waits; transfers and collectives last as long as the
-shortest of their link or group. Ranks that share layers (tp, cp, ep) go through compute actions together.
+Each rank's instructions last as long as they did, without their waits; a transfer lasts as long as the shortest on its
+link, and a collective from the last start among its members to the first end. Ranks that share layers (tp, cp, ep) run
+compute actions together.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Seconds = dict[str, Array]  # by part, and by action of the mesh
 
 
 class Replay:
-    """`parts[part]` has the seconds of every action of every rank; `rank` and `stage` are those of the actions.
+    """`parts[part]` has the seconds of every action of every rank; `rank` has the rank of each action.
 
     `begins` are the nanoseconds at which the ranks began the step.
     """
@@ -34,7 +35,7 @@ class Replay:
         counts = [len(view.stream(rank)) for rank in range(mesh.size)]
         self.first = np.concatenate(([0], np.cumsum(counts)))
         self.rank = np.repeat(np.arange(mesh.size), counts)
-        self.peer = np.full(self.first[-1], -1)  # of the mesh, of receives
+        self.peer = np.full(self.first[-1], -1)  # mesh rank of the sender, for receives
         self.parts: Seconds = {name: np.zeros(self.first[-1]) for name in NAMES}
         for rank in range(mesh.size):
             self._add_compute(rank, begins.get(rank, 0), measured)
@@ -44,7 +45,7 @@ class Replay:
         self.levels = topological_levels(self.graph)
 
     def makespan(self, change: Callable[[Seconds], Seconds] = dict) -> float:
-        """Seconds from the first begin to the last end, with the parts that `change` makes of a copy of these."""
+        """Seconds from the first begin to the last end, with the parts that `change` returns for a copy of `parts`."""
         total = sum(change(dict(self.parts)).values())
         seconds = np.zeros(self.graph.events)
         np.maximum.at(seconds, self.node, total)
@@ -112,7 +113,7 @@ class Replay:
 
 
 def _mesh_graph(view: StepView, events: Events, first: Array) -> tuple[Array, Graph]:
-    """The node of every action of the mesh, and the graph of the nodes."""
+    """The node of every action of the mesh, and the graph of these nodes."""
     mesh, columns, count = view.mesh, view.program.columns, events.graph.events
     sizes = product(range(mesh.dp), range(mesh.cp), range(mesh.tp), range(mesh.ep))
     replicas = [mesh.coordinates(0)._replace(dp=dp, cp=cp, tp=tp, ep=ep) for dp, cp, tp, ep in sizes]

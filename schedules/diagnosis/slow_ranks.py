@@ -1,13 +1,14 @@
 """Names ranks and links that are slower than their peers, from every rank's seconds of each step.
 
-A rank's compute is without its waits, so a rank that only waits for a slow one is not slow; nor is one whose core other
-processes use, as a CPU rank's compute is without that time, too: it is named as starved. It is compared with the
-ranks that have the same stages; without such peers, with itself in its first steps, as all other ranks have changed
-since. Its score is the logarithm of the ratio, whose noise is symmetric: on a busy machine a rank takes twice as long
-as another as often as half as long. What a score is in doubt by comes from its own changes from step to step: noisy
-ranks need larger differences. Those of data, hosts and links have to exceed the noise of compute, too, and what the
-rank is starved: the threads that load and transfer are as late. Compute has to exceed COLD of that, as a rank that gets
-its core back finds other processes' data in the caches.
+A rank's compute excludes its waits, so a rank that only waits for a slow one is not slow. On a CPU it also excludes the
+time for which other processes had the core; a rank that loses much time in this way is named as starved. A rank is
+compared with those that have the same stages. Without such peers it is compared with itself in its first steps,
+relative to how all other ranks have changed since. The score is the logarithm of the ratio, whose noise is symmetric:
+on a busy machine a rank takes twice as long as another as often as half as long. A score's uncertainty comes from its
+own changes from step to step: noisy ranks need larger differences. Scores of data, hosts and links must also exceed the
+noise of compute and the time for which the rank is starved, as the threads that load and transfer are delayed as much.
+Those of compute must exceed a share COLD of that time, as a rank that gets its core back finds other processes' data in
+the caches.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import COMPUTE
 from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
 
-LEAST = 0.06  # of a step's compute, from which a difference counts; one of 8 % stays above it
-WINDOW = 8  # steps whose median decides
-REMEMBERED = 64  # steps of a score
-SURE = 2.2  # of the noise of one step: five standard deviations of the median of WINDOW steps
-SURE_ALONE = 2.8  # the same where ranks have no peers, as the steps that they are compared with were noisy too
-WARM_UP, BASELINE = 2, 32  # steps that are left out, and those that a rank without peers is compared with later
-COLD = 0.15  # of what a rank is starved: how much longer its compute may take for that reason
-FEW = 4  # peers up to which a rank is not among those that it is compared with
+LEAST = 0.06  # the smallest difference that counts, as a share of a step's compute; one of 8 % stays above it
+WINDOW = 8  # steps whose median score decides
+REMEMBERED = 64  # steps for which scores are kept
+SURE = 2.2  # times the noise of one step: five standard deviations of the median of WINDOW steps
+SURE_ALONE = 2.8  # the same for ranks without peers, whose baseline steps are noisy too
+WARM_UP, BASELINE = 2, 32  # steps ignored at first; steps that a rank without peers is later compared with
+COLD = 0.15  # share of its starved time by which a rank's compute may take longer for that reason
+FEW = 4  # ranks above which the median that a rank is compared with includes the rank itself
 KINDS = ("compute", "starved", "data", "host", "link")
-CLEAR, LONG = 0.08, 16  # what a rank takes longer, and for how many steps in a row, from which its place is to blame
+CLEAR, LONG = 0.08, 16  # how much slower, and for how many steps in a row, before a rank's place is to blame
 K = TypeVar("K")
 Entity = tuple[str, int, int]  # kind, rank, and the receiver of a link or -1
 
 
 class SlowRank(NamedTuple):
-    """`ranks` (of a link, its sender and receiver) are slow since `since`, known at `step`: they take `excess` longer,
-    as a share of the compute of a step. `kind` is 'compute', 'starved' (other processes have its core), 'data', 'host'
-    or 'link'. `evidence` are the ops that take longer, with their stage and the share by which. Several ranks of
-    'compute' wait for each other inside layers, which one is slow is not known. Once a rank is no longer slow, `over`
-    is set."""
+    """`ranks` (for a link, its sender and receiver) have been slow since step `since`, which was found at `step`: they
+    take `excess` longer, as a share of a step's compute. `kind` is 'compute', 'starved' (other processes have the
+    core), 'data', 'host' or 'link'. `evidence` has the ops that take longer, with their stage and the share by which
+    they do. Several ranks of 'compute' wait for each other inside layers, so which of them is slow is not known. `over`
+    is set once a rank is no longer slow."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -60,7 +61,7 @@ class _Series:
     def __init__(self) -> None:
         self.scores: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
         self.changes: deque[float] = deque(maxlen=REMEMBERED)
-        self.above = 0  # steps in a row that it has been too large
+        self.above = 0  # steps in a row for which the score has been too large
 
     def add(self, step: int, score: float) -> None:
         if self.scores:
@@ -77,7 +78,8 @@ class _Series:
         return median(self.changes) / 0.954 if self.changes else 0.0
 
     def since(self) -> int:
-        """The first step of the newest ones of which at most one in four is below half of the present score."""
+        """The step at which the score rose: from there on, at most one score in four is below half of the present
+        one."""
         half, low, found = self.middle / 2, 0, self.scores[-1][0]
         for count, (step, score) in enumerate(reversed(self.scores), 1):
             low += score < half
@@ -103,15 +105,15 @@ class SlowRanks:
         }
         self.alone = len(self.peers[0]) == 1
         self.series: dict[Entity, _Series] = {}
-        self.levels = {rank: _Series() for rank in ranks}  # of compute beside all ranks
+        self.levels = {rank: _Series() for rank in ranks}  # compute relative to all ranks
         self.starved = {rank: _Series() for rank in ranks}  # as a share of a step's compute
         self.named: dict[Entity, SlowRank] = {}
-        self.clear: dict[Entity, int] = {}  # steps in a row that a named one has taken CLEAR longer
+        self.clear: dict[Entity, int] = {}  # steps in a row for which a named rank has taken CLEAR longer
         self.first: dict[int, list[float]] = {rank: [] for rank in ranks}
         self.by_op: dict[tuple[int, str, int], deque[float]] = {}
 
     def add(self, times: Sequence[RankTime]) -> list[SlowRank]:
-        """Adds a step; returns the ranks that have become slow, and those that no longer are."""
+        """Adds the times of a step; returns the ranks that have become slow, and those that no longer are."""
         self.steps += 1
         work = _work(times)
         if self.steps <= WARM_UP or len(work) < self.mesh.size:
@@ -162,7 +164,7 @@ class SlowRanks:
         return found | {("link", *link): above / typical for link, above in _above_others(links).items()}
 
     def _compute_scores(self, work: dict[int, float]) -> dict[Entity, float]:
-        """Logarithms of ratios."""
+        """Logarithm of the ratio of each rank's compute to that of its peers."""
         logs = {rank: log(max(1e-9, seconds)) for rank, seconds in work.items()}
         for rank, above in _above_others(logs).items():
             self.levels[rank].add(self.steps, above)
@@ -172,7 +174,7 @@ class SlowRanks:
         return {("compute", rank, -1): above for group in groups for rank, above in group.items()}
 
     def _changes(self, logs: dict[int, float]) -> dict[Entity, float]:
-        """How much each rank has changed since the first BASELINE steps, compared with the other ranks."""
+        """How much each rank has changed since the first BASELINE steps, relative to the other ranks."""
         if self.mesh.size == 1:
             return {}
         if len(self.first[0]) < BASELINE:
@@ -200,14 +202,14 @@ class SlowRanks:
         return found
 
     def _starved(self, entity: Entity) -> float:
-        """The uncertainty of the score: how much other processes use the cores of its ranks."""
+        """The part of a score's uncertainty due to other processes on the cores of its ranks."""
         kind, *ranks = entity
         share = {"compute": COLD, "starved": 0.0}.get(kind, 1.0)
         return share * max(self.starved[rank].middle for rank in ranks if rank >= 0)
 
     def _is_explained(self, entity: Entity) -> bool:
-        """A slow rank sends late, and issues late what it computes late; a rank is named once. One that is starved may
-        be slow as well."""
+        """Whether a rank that is named already explains the score: a slow rank also sends late and issues instructions
+        late. A starved rank may be slow as well."""
         kind, rank, other = entity
         explaining = (named for named in self.named.values() if kind != "compute" or named.kind != "starved")
         return any({rank, other} & {*named.ranks} for named in explaining)
@@ -247,7 +249,7 @@ def _work(times: Iterable[RankTime]) -> dict[int, float]:
 
 
 def _above_others(values: dict[K, float]) -> dict[K, float]:
-    """What each value exceeds the median of the others by; of more than FEW, that of all."""
+    """How far each value is above the median of the others; with more than FEW values, above the median of all."""
     if len(values) > FEW:
         usual = median(values.values())
         return {key: value - usual for key, value in values.items()}

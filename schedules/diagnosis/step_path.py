@@ -1,7 +1,8 @@
-"""What a step took as long as it did for: the chain of instructions that leads to its end, by the times they ran at.
+"""Why a step took as long as it did: the chain of instructions that leads to its end, by the times at which they ran.
 
-Each instruction is led back to the last to end of what it waited for: its dependencies, the instruction before it on
-its lane and, for what moves data, those of the other ranks that take part (as in `StepView.available`).
+Each instruction is traced back to whatever ended last of what it waited for: its dependencies, the instruction before
+it on its lane and, for transfers and collectives, the same on the other ranks that take part (as in
+`StepView.available`).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import Timeline, grouped
 from pentad.schedules.spec.mesh import Mesh
 
-Place = tuple[int, Key]  # a rank of the mesh, and an instruction of it
+Place = tuple[int, Key]  # a rank of the mesh, and one of its instructions
 Previous = tuple[dict[Key, Key], ...]  # by pipeline rank, the instruction before each one on its lane
 
 
 class Piece(NamedTuple):
-    """A part of the step's time, in nanoseconds from its first start: an instruction of a rank ran, or moved data, as
-    `kind` says (see PARTS in attribution.py); or it could have begun and had not been issued, if `kind` is HOST."""
+    """A part of the step's time, in nanoseconds from its first start. An instruction of a rank ran, or moved data, as
+    `kind` says (see PARTS in attribution.py); if `kind` is HOST, it could have begun but had not been issued."""
 
     rank: int
     key: Key
@@ -34,8 +35,8 @@ class Piece(NamedTuple):
 
 
 def step_paths(program: Program, mesh: Mesh, timeline: Timeline) -> dict[int, tuple[Piece, ...]]:
-    """By step, over the ranks of the mesh: pieces that follow each other from its first start to its last end, without
-    gaps. Steps that have not run this program, in this order, are left out."""
+    """The critical path of each step over the ranks of the mesh: pieces that cover the time from its first start to its
+    last end without gaps. Steps that did not run this program, in this order, are left out."""
     previous, paths = tuple(map(_previous, program.streams)), dict[int, tuple[Piece, ...]]()
     order = tuple([a.key for a in stream if a.lane == "compute"] for stream in program.streams)
     for step, spans in grouped(timeline.spans, lambda span: span.step).items():
@@ -65,8 +66,9 @@ def _path(view: StepView, previous: Previous) -> tuple[Piece, ...]:
 
 
 def _begin(view: StepView, previous: Previous, at: Place) -> tuple[Place, int]:
-    """Whose dependencies decided when an instruction began, and the earliest moment that it can have begun: a receive
-    is posted early, and begins once what it waits for has ended; a collective begins with the last of its members."""
+    """The place whose dependencies decided when an instruction began, and the earliest time at which it can have begun:
+    a receive is posted early, and begins once what it waits for has ended; a collective begins when its last member
+    does."""
     rank, key = at
     if key.op in RECEIVES:
         return at, FIRST_START
@@ -96,7 +98,7 @@ def _needed(view: StepView, previous: Previous, at: Place) -> Iterator[Place]:
 
 
 def _end(view: StepView, at: Place) -> int:
-    """Of an overlapped pair both halves end when the pair does."""
+    """When an instruction ended; both halves of an overlapped pair end when the pair does."""
     rank, key = at
     return view.action_times(rank, view.action(rank, key))[1]
 

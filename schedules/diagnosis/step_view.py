@@ -1,8 +1,8 @@
-"""One step of a timeline beside its program: why each rank's compute lane stood still, in integer nanoseconds.
+"""One step of a timeline beside its program: why each rank's compute lane was idle, in integer nanoseconds.
 
-A gap before a compute action belongs to what the action waits for. Until that could have begun on all ranks that take
-part, the gap is waiting for a peer; from then on it is exposed communication. What remains is the host: the action
-could have run, and was not issued.
+A gap before a compute action is due to what the action waits for. Until that could have begun on all ranks that take
+part, the rank is waiting for a peer; from then on, the gap is exposed communication. What remains is the host's: the
+action could have run but had not been issued.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Interval = tuple[int, int]
 
 
 class Busy(NamedTuple):
-    """A compute-lane action of a rank and, by kind, the nanoseconds that the lane stood still before it; `last` is what
-    it waited for longest, if for anything."""
+    """A compute-lane action of a rank and, by kind, the nanoseconds for which the lane was idle before it; `last` is
+    what it waited for longest, if anything."""
 
     action: Action
     start: int
@@ -34,7 +34,7 @@ class Busy(NamedTuple):
 
 
 class StepView:
-    """`timeline` holds one step, over the ranks of the mesh. Raises PentadError if an instruction has no span."""
+    """`timeline` holds one step over the ranks of the mesh. Raises PentadError if an instruction has no span."""
 
     def __init__(self, program: Program, mesh: Mesh, timeline: Timeline) -> None:
         self.program, self.mesh = program, mesh
@@ -70,7 +70,7 @@ class StepView:
         return max(self.action_times(rank, action)[1] for action in last)
 
     def busy(self, rank: int, begin: int) -> Iterator[Busy]:
-        """The actions of a rank's compute lane in order, and the LOSS of an evaluation, whose time is idle."""
+        """The actions of a rank's compute lane in order, and the LOSS of an evaluation, whose time counts as idle."""
         cursor = begin
         for action in self.stream(rank):
             is_loss = action.key.op is Op.LOSS
@@ -85,7 +85,7 @@ class StepView:
             cursor = end
 
     def available(self, rank: int, key: Key) -> int:
-        """When a transfer or collective of a rank could begin: all who take part had what it moves."""
+        """When a transfer or collective of a rank could begin, because all that take part had the data."""
         if (rank, key) not in self._available:
             self._available[rank, key] = self._find_available(rank, key)
         return self._available[rank, key]
@@ -99,7 +99,7 @@ class StepView:
         )
 
     def members(self, rank: int, key: Key) -> tuple[int, ...]:
-        """The ranks of the mesh that join a collective."""
+        """The ranks of the mesh that take part in a collective."""
         if key.op in OF_ALL_RANKS:
             return tuple(range(self.mesh.size))
         at, mesh = self.coordinates[rank], self.mesh
@@ -108,12 +108,12 @@ class StepView:
 
     @property
     def size(self) -> int:
-        """Instructions of all ranks."""
+        """The number of instructions on all ranks."""
         return len(self._times)
 
     @property
     def last(self) -> tuple[int, Key]:
-        """The last to end of all ranks."""
+        """The instruction that ends last, and its rank."""
         return max(self._times, key=lambda place: self._times[place][1])
 
     def action(self, rank: int, key: Key) -> Action:
@@ -133,7 +133,7 @@ class StepView:
         return {kind: length for kind, length in found.items() if length}
 
     def _under_way(self, rank: int, last: Key, begin: int, end: int) -> int:
-        """How long an operation of the lane of `last` could have been, up to `last`, between two moments."""
+        """For how long between `begin` and `end` an operation up to `last` on its lane could have been under way."""
         lane = self._lanes[self.coordinates[rank].pp][self.instruction(rank, last).lane]
         total, until = 0, end
         for key in reversed(lane[: lane.index(last) + 1]):
@@ -159,7 +159,7 @@ class StepView:
 
 
 def kind_of(op: Op) -> str:
-    """The kind of the time that an operation of another lane takes; '' for one of the compute lane."""
+    """The kind of time that an operation takes if it runs on a lane other than compute, else ''."""
     if op in RECEIVES:
         return BETWEEN_STAGES
     if op in COLLECTIVES:

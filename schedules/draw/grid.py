@@ -11,13 +11,13 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Span, Timeline
 
 MARK = "'"
-CONTEXT = 6  # columns on each side of a marked one
+CONTEXT = 6  # columns on each side of the marked one
 
 
 class Cell(NamedTuple):
     """What a rank computes in one column of a time grid: `text` is its label in the first column, then dashes.
 
-    `chunk` is the rank's chunk, or the direction, and `microbatch` as in the label. An idle cell has no op.
+    `chunk` is the rank's chunk, or the direction, and `microbatch` is as in the label. An idle cell has no op.
     """
 
     text: str = "."

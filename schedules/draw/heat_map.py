@@ -13,14 +13,14 @@ from pentad.schedules.ir.errors import PentadError
 HEADER, HEADING, BELOW, GAP = 54, 30, 24, 28  # pixels
 WIDTH, COLUMN, PITCH, SMALLEST_PITCH, HEIGHT = 640, 64, 18, 3, 560
 MOST_RANKS = 256
-FULL = 0.2  # the difference that has the full colour
-BINS = 5  # of each sign
+FULL = 0.2  # the difference drawn in full colour
+BINS = 5  # for each sign
 FASTER, SLOWER = ("#2166ac", "#74a9f0"), ("#c2410c", "#ff8a3d")  # on light and dark; differ in lightness as well
 IDLE = ("#eef0f3", "#262c35")
 
 
 class RankRow(NamedTuple):
-    """A rank's name, and its differences from its peers as shares, None where unknown: by step, and by op."""
+    """A rank's name, and its relative differences from its peers by step and by op, None where unknown."""
 
     name: str
     steps: list[float | None]
@@ -28,8 +28,8 @@ class RankRow(NamedTuple):
 
 
 def svg_heat_map(rows: Sequence[RankRow], steps: Sequence[int], ops: Sequence[str], *, title: str) -> str:
-    """The SVG text. Of more than MOST_RANKS rows it has those that were slowest in any step, and says so. Where rows
-    are too low for a name each, those have it that differ most.
+    """The SVG text. With more than MOST_RANKS rows, it shows those that were slowest in any step, and says so. Where
+    rows are too low for a name each, those that differ most are named.
 
     Raises PentadError without rows or steps."""
     if not rows or not steps:
@@ -82,7 +82,7 @@ def _bin(value: float | None) -> int | None:
 
 
 def _cells(values: Sequence[float | None], x: float, y: float, cell: float, pitch: int) -> Iterator[str]:
-    """Neighbours of one colour are one rectangle."""
+    """One rectangle per run of neighbours of the same colour."""
     at, height = 0, pitch - (1 if pitch > 4 else 0)
     for colour, group in groupby(map(_bin, values)):
         count = len(list(group))

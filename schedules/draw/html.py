@@ -66,9 +66,9 @@ class SimulatedProgram(NamedTuple):
 
 
 class RunProgram(NamedTuple):
-    """What the steps of a run have run, over the ranks of its mesh, and the memory that it takes, if any. `paths` are
-    the critical ones, for each timeline by step; a step without one has run something else, which is not known.
-    `messages` are those inside layers, as planned."""
+    """The program that a run's steps executed over the ranks of its mesh, and the memory that it takes, if known.
+    `paths` has the critical paths of each timeline by step; a step without one ran some other, unknown program.
+    `messages` are those planned inside layers."""
 
     program: Program
     mesh: Mesh
@@ -80,9 +80,9 @@ class RunProgram(NamedTuple):
 def timeline_page(
     timelines: Sequence[Timeline], *, title: str, facts: dict[str, str], figure: str = "", run: RunProgram | None = None
 ) -> str:
-    """The page of a run: a panel per timeline, of which the reader chooses a step, and below them the SVG text of a
-    figure, if there is one. Times are in seconds. With what the steps have run, it also shows dependencies, the
-    critical path and memory.
+    """The page of a run: a panel per timeline, whose step the reader chooses, and below the panels `figure`, the SVG
+    text of a figure, if not empty. Times are in seconds. With `run`, it also shows dependencies, the critical path and
+    memory.
 
     Time zero of a panel is the first compute start of its step. Raises PentadError if there is no span to draw.
     """
@@ -105,10 +105,10 @@ def timeline_page(
 def schedule_page(
     schedules: Sequence[SimulatedProgram], *, title: str, facts: dict[str, str], limit: float | None = None
 ) -> str:
-    """The page of schedules: also shows dependencies, the critical path and the activations that each rank saves.
+    """The page of schedules: timelines, dependencies, critical paths and the activations that each rank saves.
 
-    Times have the unit of the costs. `limit` is drawn as the most activations that a rank may save, in microbatches of
-    all its layers.
+    Times are in the unit of the costs. `limit` is drawn as the most activations that a rank may save, in microbatches
+    of all its layers.
     """
     paths = [
         [PathPiece(part.rank, part.key, "", part.start, part.end) for part in critical_path(one.program, one.costs)]
@@ -137,8 +137,8 @@ def _timelines(drawn: list[_Drawn]) -> dict[str, Any]:
     """A table of distinct instructions (`kinds`) and, for each panel, step, rank and row, columns of its spans.
 
     `kind` is an index into the table, `gap` is start minus the previous start, `length` is end minus start, both in
-    nanoseconds. Without a placement, the stages of a rank are in ascending order. `parts` are the kinds of pieces of
-    critical paths.
+    nanoseconds. Without a placement, a rank's stages are in ascending order. `parts` are the kinds of critical-path
+    pieces.
     """
     kinds: dict[_Kind, int] = {}
     pieces = (piece for one in drawn for path in one.paths.values() for piece in path)
@@ -155,7 +155,7 @@ def _timelines(drawn: list[_Drawn]) -> dict[str, Any]:
 
 
 def _table(kinds: list[_Kind]) -> dict[str, Any]:
-    """Ops and lanes as indices; `names` has only names other than stage, op and microbatch in one word."""
+    """Ops and lanes as indices; `names` has only those names that are not just stage, op and microbatch joined."""
     ops, lanes = (list(dict.fromkeys(kind[column] for kind in kinds)) for column in (1, 2))
     op_index, lane_index = ({text: i for i, text in enumerate(texts)} for texts in (ops, lanes))
     return {
@@ -169,7 +169,7 @@ def _table(kinds: list[_Kind]) -> dict[str, Any]:
 
 
 def _numbers(kinds: dict[str, Any]) -> dict[str, int]:
-    """Of each name of an instruction, the first kind."""
+    """The first kind with each instruction name."""
     parts = zip(kinds["stage"], kinds["op"], kinds["microbatch"], strict=True)
     names = [f"{_number(stage)}{kinds['ops'][op]}{_number(microbatch)}" for stage, op, microbatch in parts]
     named = (kinds["names"].get(str(number), name) for number, name in enumerate(names))
@@ -201,8 +201,8 @@ def _panel(drawn: _Drawn, kinds: dict[_Kind, int], parts: dict[str, int]) -> dic
 
 
 def _path(path: Sequence[PathPiece], rows: list[_RankRows], zero: float, parts: dict[str, int]) -> dict[str, Any]:
-    """The pieces of a critical path, each of which begins where the one before it ends: its span, the number of its
-    kind, and its length; the first one is at `begin`. Times are in nanoseconds after `zero`."""
+    """The pieces of a critical path: the span, kind and length of each. The first starts at `begin`, and each of the
+    others where the one before it ends. Times are in nanoseconds after `zero`."""
     spans = (span for _, own in rows for _, row in own for span in row)
     number = {(span.rank, span.name): n for n, span in enumerate(spans)}
     times = [round((time - zero) * 1e9) for time in (path[0].start, *(piece.end for piece in path))]
@@ -217,7 +217,7 @@ def _path(path: Sequence[PathPiece], rows: list[_RankRows], zero: float, parts: 
 def _step(
     timeline: Timeline, rows: list[_RankRows], placement: _Placement | None, kinds: dict[_Kind, int]
 ) -> dict[str, Any]:
-    """One step. Its figures are null without compute, for then there is no bubble."""
+    """One step. Makespan, longest and bubble are null if it has no compute."""
     busy, zero = timeline.busy_by_rank, zero_of(timeline)
     computed = grouped((span for span in timeline.compute if span.stage >= 0), lambda span: span.rank)
     stages = {rank: sorted({span.stage for span in spans}) for rank, spans in computed.items()}

@@ -1,4 +1,4 @@
-"""Learning rates as an SVG figure: a panel for each schedule."""
+"""Learning rates as an SVG figure, one panel per schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LINES = ".curve{fill:none;stroke:#1f3fa8;stroke-width:2}", ".curve{stroke:#7f9bf
 
 
 def svg_learning_rates(panels: Mapping[str, LearningRate]) -> str:
-    """The SVG text of learning rates by title, each from 0 to its peak, over its `decay_steps` and a tenth more."""
+    """The SVG text of learning rates by title: each panel goes from 0 to the peak, over `decay_steps` and a tenth
+    more."""
     rows = -(-len(panels) // COLUMNS)
     width = 2 * MARGIN + COLUMNS * (WIDTH + GAP) - GAP
     height = 2 * MARGIN + rows * (HEADING + HEIGHT + GAP) - GAP

@@ -12,9 +12,9 @@ from pentad.schedules.draw.palette import SERIES
 from pentad.schedules.draw.svg import escaped, svg_page, title_line
 from pentad.schedules.ir.errors import PentadError
 
-LEFT, WIDTH, RIGHT, MARGIN = 52, 700, 80, 16  # pixels: left of the axes, of them, of a label but its name, around all
+LEFT, WIDTH, RIGHT, MARGIN = 52, 700, 80, 16  # pixels: left of axes, axes, label without name, around all
 HEADER, HEIGHT, GAP, STRIP, AXIS = 86, 320, 26, 40, 46  # pixels: title and legend, losses, between, mixture, ticks
-LETTER = 7.4  # pixels of a name
+LETTER = 7.4  # pixels per character of a name
 SPREAD = 18  # pixels between the labels of two curves
 LINES = (
     ".held,.train{fill:none;stroke-linejoin:round;stroke-linecap:round}.held{stroke-width:2.2}"
@@ -63,7 +63,7 @@ class LossCurve:
 
     @property
     def losses(self) -> list[float]:
-        """The losses of training and of held-out data."""
+        """All losses: of training, then of held-out data."""
         return [loss for run in self.runs for _, loss in run] + [loss for _, loss in self.held_out]
 
     @property
@@ -74,7 +74,7 @@ class LossCurve:
 
     @property
     def last(self) -> list[float]:
-        """The loss at the right end, of held-out data if there is any; [] if there is none at all."""
+        """The loss at the curve's right end, preferably of held-out data; [] if there is none."""
         return self.losses[-1:]
 
 
@@ -98,10 +98,10 @@ class _Axes:
 
 
 def svg_losses(curves: Sequence[LossCurve], *, title: str, changes: Sequence[int] = (), of_one_run: bool = True) -> str:
-    """The SVG text. Dashed lines mark the steps of `changes`, in which the mixture changes.
+    """The SVG text. Dashed lines mark `changes`, the steps at which the mixture changes.
 
-    Where one run trains on several corpora, the strip shows the share that each has of the target tokens. Raises
-    PentadError if there is no loss.
+    If one run trains on several corpora, a strip shows each one's share of the target tokens. Raises PentadError if
+    there is no loss.
     """
     axes = _axes(curves)
     mixed = of_one_run and sum(bool(curve.training) for curve in curves) > 1
@@ -152,7 +152,7 @@ def _marker(number: int, x: float, y: float) -> str:
 
 
 def _legend(curves: Sequence[LossCurve]) -> Iterator[str]:
-    """What thick and thin lines are."""
+    """The meaning of thick and thin lines."""
     lengths = {window.end - window.first for curve in curves for window in curve.training}
     x, y = MARGIN, 50
     if any(curve.held_out for curve in curves):
@@ -166,7 +166,7 @@ def _legend(curves: Sequence[LossCurve]) -> Iterator[str]:
 
 
 def _grid(axes: _Axes, bottom: int) -> Iterator[str]:
-    """Lines and numbers of the losses, and below everything those of the steps."""
+    """Grid lines and numbers of the losses and, at the bottom, ticks and numbers of the steps."""
     right = axes.x(axes.steps)
     count = round((axes.high - axes.low) / axes.gap)
     losses = [axes.low + number * axes.gap for number in range(count + 1)]
@@ -203,7 +203,7 @@ def _changes(steps: Sequence[int], axes: _Axes, bottom: int) -> Iterator[str]:
 
 
 def _lines(curves: Sequence[LossCurve], axes: _Axes) -> Iterator[str]:
-    """Training below, then held-out data, then its markers."""
+    """Training at the back, then held-out data, then its markers."""
     for number, curve in enumerate(curves):
         if curve.runs:
             yield f'<path class="train s{number}" d="{"".join(map(axes.line, curve.runs))}"/>'
@@ -215,12 +215,12 @@ def _lines(curves: Sequence[LossCurve], axes: _Axes) -> Iterator[str]:
 
 
 def _labels(curves: Sequence[LossCurve], axes: _Axes) -> Iterator[str]:
-    """Name and last loss of each curve beside its right end, apart from each other."""
+    """Name and last loss of each curve beside its right end, spread so that they do not overlap."""
     ends = sorted((axes.y(loss), number) for number, curve in enumerate(curves) for loss in curve.last)
     places: list[float] = []
     for y, _ in ends:
         places.append(max(y, places[-1] + SPREAD) if places else y)
-    for index, y in enumerate(places):  # those that were pushed out at the bottom go up again
+    for index, y in enumerate(places):  # labels pushed out at the bottom move up again
         places[index] = min(y, HEADER + HEIGHT - SPREAD * (len(places) - 1 - index))
     for y, (_, number) in zip(places, ends, strict=True):
         (loss,), x = curves[number].last, axes.x(axes.steps) + 22

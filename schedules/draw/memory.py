@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from pentad.schedules.draw.page import html_page
 from pentad.schedules.ir.errors import PentadError
 
-# Fills of the layers, lowest first, on light and dark backgrounds; activations of units take turns with the last two.
+# Fills of the layers, lowest first, on light and dark backgrounds; the activations of units alternate between the last
+# two.
 COLOURS = {
     "fixed": (("#8a93a3", "#5d6776"), ("#1f3fa8", "#6f8ff7"), ("#8a1c3c", "#e8506a"), ("#c3c9d3", "#454d5a")),
     "gathered": ("#5b7be0", "#3f5fd0"),
@@ -20,15 +21,15 @@ COLOURS = {
 
 
 class UnitName(NamedTuple):
-    """A unit and its layers."""
+    """A unit's number and the text for its layers."""
 
     number: int
     layers: str
 
 
 class Sample(NamedTuple):
-    """Bytes from a second of the step on: weights in the pool of gathered units, sums in that of gradients, saved
-    activations by unit, and what an instruction needs beside them while it runs."""
+    """Bytes in use from `second` of the step on: weights in the pool of gathered units, sums in the pool of gradients,
+    saved activations by unit, and the workspace of the instruction that runs."""
 
     second: float
     gathered: int
@@ -42,8 +43,8 @@ class Sample(NamedTuple):
 
 
 class MemoryCurve(NamedTuple):
-    """The memory of a pipeline rank: what it holds all the time, by name, the bytes of its `pools`, which are allocated
-    whether in use or not, its units, and the samples of a step."""
+    """The memory of a pipeline rank: what it holds throughout, by name; the bytes of its `pools`, which stay allocated
+    whether in use or not; its units; and the samples of a step."""
 
     pp: int
     fixed: dict[str, int]
@@ -57,7 +58,7 @@ class MemoryCurve(NamedTuple):
 
 
 def memory_page(curves: Sequence[MemoryCurve], *, title: str, facts: dict[str, str], available: int) -> str:
-    """The page, with a line at the bytes that are `available`. Raises PentadError if there is no curve."""
+    """The page, with a line at the `available` bytes. Raises PentadError if there is no curve."""
     if not curves:
         raise PentadError("memory_page has no curve: expected at least one")
     data = {"available": available, "colours": COLOURS, "ranks": [_rank(curve) for curve in curves]}

@@ -47,9 +47,8 @@ def html_page(
     scripts: Sequence[str],
     figure: str = "",
 ) -> str:
-    """`body`, `styles` and `scripts` are names of assets; the scripts find `data` as JSON in the element #data.
-    `figure`, if not empty, is the text of an SVG figure, drawn where the body
-    has {{figure}}."""
+    """The text of the page. `body`, `styles` and `scripts` are names of assets; the scripts find `data` as JSON in the
+    element #data. `figure`, if not empty, is the text of an SVG figure, which replaces {{figure}} in the body."""
     parts = {
         "title": html.escape(title),
         "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
@@ -63,7 +62,7 @@ def html_page(
 
 
 def _figure(svg: str) -> str:
-    """An image, in which the styles of the figure are its own."""
+    """The figure as an image, so that its styles do not affect the page."""
     name = html.escape(svg.partition("<title>")[2].partition("</title>")[0])
     data = base64.b64encode(svg.encode()).decode()
     return f'<figure><img alt="{name}" src="data:image/svg+xml;base64,{data}"></figure>'

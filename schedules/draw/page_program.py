@@ -1,7 +1,7 @@
-"""What a page of timelines knows about the programs that ran: sent once per program, by the rows of its instructions.
+"""What a page of timelines knows about the programs that ran: stored once per program, by the rows of its instructions.
 
-A row is a place in the streams of all pipeline ranks, one after the other. The page finds the spans of a step by their
-names, on as many replicas of the pipeline as its mesh has.
+Rows number the instructions of all pipeline ranks, one rank after the other. The page finds the spans of a step by
+their names, on as many replicas of the pipeline as the mesh has.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from pentad.schedules.spec.mesh import Mesh
 
 
 class DrawnMemory(NamedTuple):
-    """The memory that instructions take, by row: `starts` is the change when one starts, `ends` when it ends, both in
-    multiples of `unit`, which are bytes if `in_bytes` and else microbatches of all layers of a rank. `held` is what
-    each pipeline rank holds all the time; `limit`, in what units are multiples of, the most that it may."""
+    """The memory that instructions take, by row: `starts` is the change when one starts and `ends` when it ends, both
+    in multiples of `unit`, which is in bytes if `in_bytes`, else in microbatches of all layers of a rank. `held` is
+    what each pipeline rank holds throughout, also in multiples; `limit`, in bytes or microbatches, is the most that it
+    may hold."""
 
     in_bytes: bool
     unit: float
@@ -31,8 +32,9 @@ class DrawnMemory(NamedTuple):
 
 
 class DrawnMessages(NamedTuple):
-    """Messages of an axis (tp, cp or ep) inside the layers of an op's instructions on a stage, in nanoseconds as
-    planned: what an instruction `takes`, how much of that it waits for them, and what its compute hides."""
+    """Messages on an axis (tp, cp or ep) inside the layers of an op's instructions on a stage, in planned nanoseconds:
+    how long an instruction `takes`, how much of that is exposed communication, and how much communication its compute
+    hides."""
 
     op: str
     stage: int
@@ -43,8 +45,8 @@ class DrawnMessages(NamedTuple):
 
 
 class PathPiece(NamedTuple):
-    """A part of a step's critical path, in seconds on the clock of the timeline: what an instruction took, or, before
-    it, what it was late by, as `kind` says."""
+    """A part of a step's critical path, in seconds on the clock of the timeline: the time that an instruction took or
+    the delay before it, as `kind` says."""
 
     rank: int
     name: str
@@ -62,8 +64,8 @@ def saved_activations(program: Program, limit: float | None = None) -> DrawnMemo
 
 
 def rank_groups(mesh: Mesh) -> dict[str, list[int]]:
-    """By rank of the mesh: its pipeline rank, the replica of the pipeline with which it transfers, and the ranks with
-    which it shares collectives."""
+    """For each rank of the mesh: its pipeline rank, the pipeline replica within which it transfers, and the group of
+    ranks with which it shares collectives."""
     at = [mesh.coordinates(rank) for rank in range(mesh.size)]
     return {
         "pp": [each.pp for each in at],
@@ -75,12 +77,14 @@ def rank_groups(mesh: Mesh) -> dict[str, list[int]]:
 def drawn_program(
     program: Program, memory: DrawnMemory | None, kinds: Mapping[str, int], messages: Sequence[DrawnMessages] = ()
 ) -> dict[str, Any]:
-    """`kind` has the kind of the spans of each row (`kinds`: by name), `counts` the rows of each pipeline rank.
+    """The program as JSON data. `kind` has the kind of the spans of each row (`kinds`: by name), `counts` the number of
+    rows of each pipeline rank.
 
-    `dependencies` has `count` numbers for each row, by how many rows they are before it. `events` are groups of rows
-    that run as one: the pairs of `transfers` on each replica, members of `collectives` on all replicas that share them,
-    and those of `everyone` on all ranks. `overlapped` are the first halves of overlapped pairs, whose results are
-    available when the pair ends; `slots` has -1 for all but receives. `messages` are sent once for each op and stage.
+    `dependencies` has `count` numbers for each row: how many rows before it each dependency is. `events` are groups of
+    rows that run as one: the pairs of `transfers` on each replica, the members of `collectives` on all replicas that
+    share them, and those of `everyone` on all ranks. `overlapped` are the first halves of overlapped pairs, whose
+    results are available when the pair ends; `slots` is -1 for all but receives. `messages` has one entry for each op
+    and stage.
     """
     parts = [list(instructions_of(stream)) for stream in program.streams]
     first = list(accumulate(map(len, parts), initial=0))

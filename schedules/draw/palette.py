@@ -1,4 +1,4 @@
-"""What all drawings share: colours of ops and chunks, rows and their order, times in nanoseconds."""
+"""What all drawings share: colours of ops and chunks, the order of rows, and times in nanoseconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline
 
 
 class OpStyle(NamedTuple):
-    """How an op is drawn: legend text, fills on a light and a dark background, nearest colour name of trace viewers."""
+    """How an op is drawn: legend text, fills on a light and a dark background, and the nearest colour name of trace
+    viewers."""
 
     label: str
     light: str
@@ -44,7 +45,7 @@ OP_STYLES = {
     "OFFLOAD": OpStyle("copy", "#a8b5b0", "#6d7d77", "grey"),
     "RELOAD": OpStyle("copy", "#cfd8d4", "#4c5a55", "grey"),
 }
-SERIES = (  # of curves, on a light and a dark background; like ops they differ in lightness as well as in hue
+SERIES = (  # curves, on a light and a dark background; like ops, they differ in lightness as well as in hue
     ("#1f3fa8", "#6f8ff7"),
     ("#d97706", "#fbbf5a"),
     ("#0f9b78", "#4fd1a5"),
@@ -60,7 +61,7 @@ def op_style(op: str) -> OpStyle:
 
 
 def ordered_ops(ops: set[str]) -> list[str]:
-    """In the order of legends, then others by name."""
+    """Ops in the order of legends, then others by name."""
     return [op for op in OP_STYLES if op in ops] + sorted(ops - OP_STYLES.keys())
 
 
@@ -71,13 +72,13 @@ def shades(op: str, theme: Theme, count: int) -> list[str]:
 
 
 def mixed(fill: str, other: str, share: float) -> str:
-    """A colour (#rrggbb) with this share of another."""
+    """A colour (#rrggbb) mixed with this share of another."""
     channels = ((int(fill[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
 
 
 def text_colour(fill: str) -> str:
-    """White where it is legible on `fill` (#rrggbb), a WCAG 2 contrast of at least 3.5, else near black."""
+    """White if legible on `fill` (#rrggbb), that is, with a WCAG 2 contrast of at least 3.5; else near black."""
     red, green, blue = (_linear(int(fill[i : i + 2], 16) / 255) for i in (1, 3, 5))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return "#ffffff" if 1.05 / (luminance + 0.05) >= 3.5 else "#16191f"
@@ -88,8 +89,8 @@ def _linear(value: float) -> float:
 
 
 def row_of(lane: str) -> str:
-    """The row that draws a lane: all sends of a rank share one row, and so do all receives, whatever their peers, and
-    copies to and from the host."""
+    """The row in which a lane is drawn: all sends of a rank share one, whatever their peers, and so do all receives,
+    and the copies to and from host memory."""
     rows = {"SEND": "send", "RECV": "receive", "offl": "copy", "relo": "copy"}
     return rows.get(lane[:4], lane)
 

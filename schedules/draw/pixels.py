@@ -1,4 +1,4 @@
-"""Timelines as pixels, for viewers that show no SVG: a row of colours per rank, without text."""
+"""Timelines as pixels, for viewers that cannot show SVG: a row of colours per rank, without text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IDLE = (238, 240, 243)
 
 
 def timeline_pixels(timeline: Timeline) -> NDArray[np.uint8]:
-    """[height, WIDTH, 3]: the compute of one step, ranks from the top; where ranks are idle, the row is grey."""
+    """[height, WIDTH, 3] uint8: the compute of one step, rank 0 at the top; idle time is grey."""
     by_rank = grouped(timeline.compute, lambda span: span.rank)
     first, scale = min(span.start for span in timeline.compute), WIDTH / max(timeline.makespan, 1e-9)
     found = np.full(((ROW + GAP) * len(by_rank) + GAP, WIDTH, 3), _rgb(BACKGROUNDS["light"]), np.uint8)

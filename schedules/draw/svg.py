@@ -23,7 +23,7 @@ from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline, grouped
 
 MARGIN, LEFT = 16, 74  # pixels: around the figure, and from its edge to time zero
 HEADER, HEADING, AXIS = 54, 36, 30  # pixels: heights of title and legend, of a panel's heading, of the time axis
-PITCH, SMALLEST_PITCH, ROWS_HEIGHT = 27, 11, 640  # pixels: height of a row, and of all rows before they get smaller
+PITCH, SMALLEST_PITCH, ROWS_HEIGHT = 27, 11, 640  # pixels: of a row, at least, of all rows before they shrink
 COMPARISON_WIDTH = 900  # pixels
 UNITS = ((10**9, " s"), (10**6, " ms"), (10**3, " µs"), (1, " ns"))
 NO_UNIT = ((10**9, ""),)
@@ -64,7 +64,7 @@ def svg_grid(timeline: Timeline, *, title: str, timed: bool = True) -> str:
     last = _checked("svg_grid", timeline)
     lengths = sorted(span.end - span.start for span in timeline.compute)
     usual = max(lengths[len(lengths) // 4] * 1e9, 1)
-    pixels = min(max(22 / usual, 640 / last), 2400 / last)  # room for the number of a forward, 640 to 2400 in all
+    pixels = min(max(22 / usual, 640 / last), 2400 / last)  # room for a forward's number, 640 to 2400 in all
     return _figure({"": timeline}, title, pixels, last, UNITS if timed else NO_UNIT)
 
 
@@ -115,7 +115,7 @@ def _figure(panels: dict[str, Timeline], title: str, pixels: float, last: int, u
 
 
 def svg_page(width: float, height: float, title: str, styles: Sequence[str], lines: Iterable[str]) -> str:
-    """The SVG text of a figure of this many pixels; `styles` are added to those of light and of dark pages."""
+    """The SVG text of a figure of this size in pixels; `styles` (light, dark) are added to THEMES."""
     light, dark = (f"{theme}{style}" for theme, style in zip(THEMES, styles, strict=True))
     size = f"{width:.0f}", f"{height:.0f}"
     document = [
@@ -133,7 +133,7 @@ def title_line(title: str) -> str:
 
 
 def escaped(value: str) -> str:
-    """Escaped, and without the control characters that no XML file may hold."""
+    """Escaped, and without the characters that XML forbids."""
     return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\ud800-\udfff]", "", value))
 
 
@@ -142,7 +142,7 @@ def _class(op: str) -> str:
 
 
 def _colours(ops: set[str], chunks: int) -> list[str]:
-    """CSS of the bars and the numbers on them, .F for a rank's first chunk and .F.c1 for its second, in both themes."""
+    """CSS of the bars and the numbers on them, one per theme: .F is a rank's first chunk, .F.c1 its second."""
     themes = []
     for theme in BACKGROUNDS:
         rules = []
@@ -200,7 +200,7 @@ def _panel(heading: str, timeline: Timeline, top: int, scale: _Scale) -> Iterato
 
 
 def _row(spans: list[Span], zero: float, scale: _Scale) -> Iterator[str]:
-    """Idle background, bars, and the microbatch on each bar that has room for it."""
+    """Idle background, bars, and the microbatch number on each bar that has room for it."""
     height = scale.pitch - min(5, scale.pitch // 4)
     timed = sorted(((*nanoseconds(span, zero), span) for span in spans), key=lambda item: item[:2])
     stages = sorted({span.stage for span in spans if span.stage >= 0})

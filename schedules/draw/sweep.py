@@ -1,4 +1,4 @@
-"""A self-contained HTML page of a sweep: the best trial of each model by GPUs, all trials as lines across their
+"""A self-contained HTML page of a sweep: each model's best trial by number of GPUs, all trials as lines across their
 settings, and a table."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 from pentad.schedules.draw.page import html_page
 
-# What a trial may differ in, by its key, with the name that the page shows.
+# The settings in which trials may differ: key and the name that the page shows.
 SETTINGS = {
     **{"model": "model", "ranks": "GPUs", "dp": "dp", "pp": "pp", "cp": "cp", "tp": "tp", "ep": "ep"},
     **{"schedule": "schedule", "microbatches": "microbatches", "sequences": "sequences", "zero": "ZeRO"},
@@ -22,7 +22,7 @@ SHOWN = (
 
 
 def sweep_page(rows: Sequence[Mapping[str, Any]], *, title: str, facts: Mapping[str, str]) -> str:
-    """The page of rows with the keys SETTINGS and SHOWN; `outcome` is 'measured', 'pruned' or why a trial failed."""
+    """The page for trials with the keys SETTINGS and SHOWN; `outcome` is 'measured', 'pruned' or why a trial failed."""
     on_gpus = any(row["device"] == "cuda" for row in rows)
     names = SETTINGS | ({} if on_gpus else {"ranks": "ranks"})
     data = {"settings": names, "trials": [{key: row[key] for key in (*SETTINGS, *SHOWN)} for row in rows]}

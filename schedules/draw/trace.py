@@ -39,7 +39,8 @@ def trace_bytes(
     """Gzipped JSON; equal timelines give equal bytes. Each timeline starts at time 0, in its own processes.
 
     `process_names` (rank -> name, such as 'rank 2 (dp0 pp2)') name measured ranks, and simulated ones if those are the
-    same ranks. `profiles` are of ranks of the first timeline, on its clock: each is below the lanes of its rank.
+    same ranks. `profiles` belong to ranks of the first timeline and use its clock: each is drawn below the lanes of its
+    rank.
     """
     stride = 10 ** len(str(max((span.rank for timeline in timelines for span in timeline.spans), default=0)))
     encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -51,7 +52,7 @@ def trace_bytes(
         sink.write('{"traceEvents":[')  # no displayTimeUnit: some versions of Perfetto take it for the unit of ts
         separator = "\n"
         for index, timeline in enumerate(timelines):
-            # Trace viewers take process 0 and thread 0 for the idle task.
+            # Processes and threads count from 1: trace viewers take 0 for the idle task.
             its = profiles if index == 0 else {}
             for event in _events(timeline, 1 + index * stride, process_names or {}, len(timelines) > 1, its):
                 sink.write(separator + encode(event))
@@ -90,8 +91,8 @@ def _named_thread(name: str, pid: int, tid: int) -> Iterator[Event]:
 
 
 def _profile_threads(events: Sequence[ProfileEvent]) -> Iterator[tuple[str, list[ProfileEvent]]]:
-    """(name, events) of threads for what torch's profiler saw on a rank, whose events nest: kernels by stream, then
-    operators by host thread, and what those began and did not wait for."""
+    """(name, events) of the threads that show what torch's profiler saw on a rank: kernels by stream, operators by host
+    thread, then asynchronous work by the host thread that began it. The events of a thread nest."""
     tracks = defaultdict[tuple[int, int], list[ProfileEvent]](list)
     for event in events:
         tracks[{KERNEL: 0, ASYNC: 2}.get(event.kind, 1), event.track].append(event)
@@ -112,8 +113,9 @@ def _metadata(name: str, pid: int, tid: int, /, **args: Any) -> Event:
 
 
 def _threads(spans: list[Span], zero: float, pid: int) -> Iterator[tuple[int, str, list[_Slice]]]:
-    """(number, name, slices) of a rank's threads. Overlapping spans of a lane go to more threads of that lane, because
-    the slices of a thread must nest. Numbers are unique in the file, because viewers ignore a thread's process."""
+    """(number, name, slices) of a rank's threads. Overlapping spans of a lane are spread over several threads, because
+    the slices of a thread must nest. Thread numbers are unique in the file, because viewers ignore a thread's
+    process."""
     lanes = grouped(spans, lambda span: span.lane)
     rows = row_order(row_of(lane) for lane in lanes)
     tid = 1000 * pid
@@ -144,7 +146,8 @@ def _ordered(slices: list[_Slice], first_id: int) -> Iterator[Event]:
 
 
 def _transfers(slices: list[_Slice]) -> Iterator[tuple[int, int]]:
-    """(send, receive) pairs: the k-th with the k-th of a key. Activations go to the next stage, gradients back."""
+    """(send, receive) pairs: for each key, the k-th send with the k-th receive. Activations go to the next stage,
+    gradients back."""
     receives: dict[tuple, list[int]] = {}
     sends: dict[tuple, list[int]] = {}
     for index in sorted(range(len(slices)), key=lambda i: slices[i].start):
@@ -160,8 +163,7 @@ def _transfers(slices: list[_Slice]) -> Iterator[tuple[int, int]]:
 
 
 def _microseconds(time: int) -> float:
-    """Microseconds from nanoseconds. Perfetto multiplies them by 1000 and truncates, which must not lose a
-    nanosecond."""
+    """Nanoseconds as microseconds. Perfetto multiplies them by 1000 and truncates, which must not lose a nanosecond."""
     value = time / 1000
     return value if value * 1000 >= time else math.nextafter(value, math.inf)
 

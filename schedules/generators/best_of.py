@@ -1,4 +1,4 @@
-"""The best of several candidates that are made step by step: those that cannot be it are not completed."""
+"""Picks the best of several candidates that are built step by step, without completing those that cannot win."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from heapq import heapify, heappop, heapreplace
 from typing import TypeVar
 
 T = TypeVar("T")
-Candidate = Generator[float, None, T]  # of a result; yields lower bounds of the first number of its key
+Candidate = Generator[float, None, T]  # returns a result; yields lower bounds of the first number of its key
 
 
 def best_of(candidates: Iterable[Candidate[T]], key: Callable[[T], tuple[float, ...]], rounding: float = 0.0) -> T:
-    """The candidate with the least key, the first one of those. That with the least bound goes on; bounds may be off by
-    `rounding`."""
+    """The result with the least key, the first of several. The candidate with the least bound advances; bounds may be
+    too high by `rounding`."""
     heap = [(0.0, number, candidate) for number, candidate in enumerate(candidates)]
     heapify(heap)
     best: tuple[tuple[float, ...], int, T] | None = None

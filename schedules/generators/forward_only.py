@@ -13,8 +13,8 @@ def forward_only(program: Program) -> Program:
     """Every stage runs F of every microbatch where `program` does, so DualPipe's mirrors share the microbatches as in
     training.
 
-    Greedy list scheduling at equal costs: a rank that is idle runs, of the forwards whose input is there, the one of
-    the deepest stage, which frees what it reads soonest, and of those the first microbatch.
+    Greedy list scheduling at equal costs: among the forwards whose input is available, an idle rank runs the one of the
+    deepest stage, which frees its input soonest, and of those the first microbatch.
     """
     rank_of, slices = program.compute_rank, program.slices
     streams: list[list[Instruction]] = [[] for _ in range(program.ranks)]

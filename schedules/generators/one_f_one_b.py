@@ -70,7 +70,7 @@ def lagging(spec: ScheduleSpec, lags: dict[Op, Array]) -> Columns:
 
 
 def _slots(spec: ScheduleSpec, *, backward: bool) -> Array:
-    """[2, slots] chunk and microbatch of each slot. A backward takes the chunks of a group in reverse, and the slices
+    """[2, slots] chunk and microbatch of each slot. Backwards take the chunks of a group in reverse, and so the slices
     of a microbatch, because the keys and values of a slice get gradients from all later slices."""
     step = -1 if backward else 1
     chunks, slices = range(spec.chunks)[::step], range(spec.slices)[::step]

@@ -1,6 +1,6 @@
 """Loads the function that a text such as 'path/my.py:my_schedule' names, and describes what fails in the user's file.
 
-The file is read once per run: workers execute the source that the plan brings them.
+The file is read once per run: workers execute the source in their plan.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def user_error(text: str, message: str, kind: FunctionKind = SCHEDULE) -> Pentad
 
 
 class _SourceLoader(SourceLoader):
-    """Loads a module from source text, so that edits always count and no cache file is left next to it."""
+    """Loads a module from source text, so that edits always take effect and no cache file is left next to it."""
 
     def __init__(self, path: Path, source: str) -> None:
         self.path, self.source = path, source

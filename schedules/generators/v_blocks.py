@@ -1,9 +1,9 @@
 """V-Half and V-Min: ZB-V's placement with about half and a third of 1F1B's activations, the same on every rank.
 
-Qi et al. 2024, arXiv 2405.15362: a building block, the time slots of one microbatch, is repeated every six
-slots; how long the block keeps a microbatch on a rank determines the memory. Only the order of the repeated blocks is
-used here. Each rank follows it by the true costs: W fills gaps, and what has arrived may overtake what has not, as long
-as that saves no more activations.
+Qi et al. 2024, arXiv 2405.15362: a building block, the time slots of one microbatch, is repeated every six slots; how
+long the block keeps a microbatch on a rank determines the memory. Only the order of the repeated blocks is used here.
+Each rank follows it at the true costs: W fills gaps, and what has arrived may overtake what has not, as long as that
+saves no more activations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PERIOD = 6  # slots: F, B and W of two chunks
 
 
 class Leg(IntEnum):
-    """One of the four ways of a microbatch through all ranks, or the next weight gradient due on a rank."""
+    """One of the four passes of a microbatch through all ranks, or the next weight gradient due on a rank."""
 
     F_DOWN = 0
     F_UP = 1
@@ -42,8 +42,8 @@ FORWARDS, BACKWARDS = PATH[:2], PATH[2:]
 UPWARDS = (Leg.F_UP, Leg.B_UP)
 OPS = (Op.F, Op.F, Op.B, Op.B, Op.W)  # by leg
 W, FIRST_BACKWARD, LAST = int(Leg.W), int(Leg.B_DOWN), int(Leg.B_UP)
-EVENTS = 32  # of each rank between bounds
-ROUNDING = 1e-9  # by which sums may differ, of the largest cost and of a step
+EVENTS = 32  # per rank between two bounds
+ROUNDING = 1e-9  # by which equal sums may differ, relative to the largest cost or to a step
 
 
 class Block(NamedTuple):
@@ -55,27 +55,28 @@ class Block(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """How a rank fills the gap before the next leg of its order: whether later legs may `overtake`, and for what
-    fraction of the filler's time it rather waits."""
+    """How a rank fills the gap before the next leg of its order: whether later legs may `overtake`, and up to what
+    fraction of the filler's time it prefers to wait."""
 
     overtake: bool
     patience: float
 
 
 IN_PLACE = Policy(False, inf)  # no gap is filled, W runs where the block has it: the order of the paper
-# None is best at all costs: all are tried, and the shortest step wins.
+# No policy is best for all costs: all are tried, and the shortest step wins.
 FILLING = (Policy(False, 0.5), Policy(True, 0.0), Policy(True, 0.5), Policy(True, 1.0))
 
 
 def v_half(spec: ScheduleSpec) -> Columns:
     """Saves at most `(ranks + 2) // 2` microbatches per rank, each until its W. At equal costs and from 3 ranks on, the
-    busiest rank idles for (3 ranks - 7) / 2 times its F, 1.5 more for odd ranks; 1F1B's for 3 ranks - 3."""
+    busiest rank idles for (3 ranks - 7) / 2 times its F, or 1.5 more if the number of ranks is odd; that of 1F1B for 3
+    ranks - 3."""
     is_even = spec.ranks % 2 == 0
     return _shortest(spec, [Block(2, 1, (0, 3 if is_even else 0, 1))], most_saved_by_v_half(spec))
 
 
 def most_saved_by_v_half(spec: ScheduleSpec) -> int:
-    """Microbatches."""
+    """The most that a rank of `v_half` saves, in microbatches."""
     return (spec.ranks + 2) // 2
 
 
@@ -89,7 +90,7 @@ def v_min(spec: ScheduleSpec) -> Columns:
 
 
 def most_saved_by_v_min(spec: ScheduleSpec) -> int:
-    """Microbatches."""
+    """The most that a rank of `v_min` saves, in microbatches."""
     return (spec.ranks + 4) // 3
 
 
@@ -123,7 +124,7 @@ def _block_order(block: Block, rank: int, spec: ScheduleSpec, *, in_place: bool)
 
 
 def _free_after(backwards: Array, taken: Array) -> Array:
-    """For each of these slots the next one that is not taken."""
+    """For each of these ascending slots the next free one; no two get the same."""
     free, found, others = 0, list[int](), set(taken.tolist())
     for slot in backwards.tolist():
         free = max(free, slot) + 1
@@ -134,7 +135,7 @@ def _free_after(backwards: Array, taken: Array) -> Array:
 
 
 def _peak(order: Array) -> int:
-    """Most chunks saved; without W in the order, each is taken to run right after its B."""
+    """The most chunks saved at once; if the order has no W, each is assumed to run right after its B."""
     is_weight, is_forward = order == Leg.W, (order == Leg.F_DOWN) | (order == Leg.F_UP)
     frees = is_weight if is_weight.any() else ~is_forward
     return int((is_forward.astype(int) - frees).cumsum().max())
@@ -155,7 +156,7 @@ class _Rank:
         self.next_leg = [_next_leg(rank, leg, ranks, costs) for leg in PATH]
         microbatches = len(order[order == LAST])
         self.left = microbatches * sum(self.seconds)  # seconds of its forwards and backwards still to run
-        self.work = self.left + microbatches * sum(self.weight_seconds[leg] for leg in BACKWARDS)  # of all
+        self.work = self.left + microbatches * sum(self.weight_seconds[leg] for leg in BACKWARDS)  # seconds in all
         self.pending: deque[int] = deque()  # backwards whose W is still to run
         self.saved = 0  # chunks between F and the end of W
         self.begin = self.end = self.idle = 0.0  # idle: since it began
@@ -244,7 +245,8 @@ class _Rank:
 def _run(
     orders: list[Array], policy: Policy, spec: ScheduleSpec, costs: Costs, max_saved: int
 ) -> Candidate[list[_Rank]]:
-    """All ranks after a step that saves at most `max_saved` chunks a rank; yields lower bounds of its busiest rank."""
+    """Runs a step that saves at most `max_saved` chunks per rank. Yields lower bounds of its busiest rank's time;
+    returns all ranks."""
     ranks = [_Rank(rank, spec.ranks, order, costs, policy, max_saved) for rank, order in enumerate(orders)]
     for _ in range(spec.microbatches):
         ranks[0].arrive(Leg.F_DOWN, 0.0)
@@ -268,7 +270,7 @@ def _run(
         target, leg, transfer = rank.next_leg[leg]
         arrival = end + transfer
         ranks[target].arrive(leg, arrival)
-        if arrival + rounding >= ranks[target].end:  # else it looks again when it is free
+        if arrival + rounding >= ranks[target].end:  # else the rank looks again when it is free
             heappush(events, (arrival, target))
         left -= 1
         if not left:
@@ -278,8 +280,8 @@ def _run(
 
 
 def _least_longest(ranks: list[_Rank]) -> float:
-    """What the busiest rank will take at least: its work and what it has idled; rank 0, which starts at 0, until the
-    last microbatch's gradient has come from each rank."""
+    """A lower bound of the busiest rank's time: each rank's work plus its idle time so far; and, as rank 0 starts at 0,
+    the time until the last microbatch's gradient has come back to it from each rank."""
     way, most = ranks[0].weight_seconds[LAST], 0.0
     for rank in ranks:
         most = max(most, rank.work + rank.idle, rank.end + rank.left + way if rank.order else 0.0)
@@ -303,7 +305,7 @@ def _streams(ranks: list[_Rank], microbatches: int) -> Columns:
     stage = np.take_along_axis(np.array([rank.stages for rank in ranks]), legs, axis=1)
     is_weight, is_backward = legs == Leg.W, legs >= Leg.B_DOWN
     for column in (mb, stage):
-        column[is_weight] = column[is_backward]  # row by row there are equally many
+        column[is_weight] = column[is_backward]  # each row has equally many of both
     return streams_from_arrays(np.array([CODE[op] for op in OPS])[legs], stage, mb)
 
 

@@ -31,16 +31,16 @@ from pentad.schedules.ir.columns import Columns
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
-EVENTS = 16  # of each rank between bounds
+EVENTS = 16  # per rank between two bounds
 
 
 def zb_1p(spec: ScheduleSpec) -> Columns:
-    """With the memory of 1F1B, unless `spec.memory_limit` is set."""
+    """The best order within the memory of 1F1B, unless `spec.memory_limit` is set."""
     return zb_auto(spec, spec.ranks)
 
 
 def zb_2p(spec: ScheduleSpec) -> Columns:
-    """With twice the memory of 1F1B, unless `spec.memory_limit` is set."""
+    """The best order within twice the memory of 1F1B, unless `spec.memory_limit` is set."""
     return zb_auto(spec, 2 * spec.ranks)
 
 
@@ -59,7 +59,7 @@ def zb_auto(spec: ScheduleSpec, default_limit: float = inf) -> Columns:
 
 
 def most_saved(spec: ScheduleSpec, default: float) -> float:
-    """Microbatches of activations that no rank exceeds."""
+    """The most microbatches of activations that a rank may save."""
     return min(default if spec.memory_limit is None else spec.memory_limit, spec.microbatches)
 
 
@@ -85,7 +85,7 @@ def _published(ranks: int, microbatches: int, limit: float) -> Iterator[list[lis
 
 
 def list_candidates(begin: Callable[[], Pipeline], *, backward_first: bool) -> Iterator[Candidate[Pipeline]]:
-    """Without and with `eager_weight`, in one run as long as it has changed nothing."""
+    """Candidates without and with `eager_weight`, which share one run for as long as the option has changed nothing."""
     lazy, eager = (
         Run(begin(), partial(list_schedule, backward_first=backward_first, eager_weight=each)) for each in (False, True)
     )
@@ -94,7 +94,7 @@ def list_candidates(begin: Callable[[], Pipeline], *, backward_first: bool) -> I
 
 def list_schedule(pipeline: Pipeline, *, backward_first: bool, eager_weight: bool) -> Iterator[int]:
     """List scheduling: a free rank runs what has arrived. Better than rounds if stages differ or the limit is low.
-    Yields lower bounds of its `longest`."""
+    Yields lower bounds of `longest`."""
     events = [(0, rank) for rank in range(pipeline.ranks)]
     clock, costs, last = pipeline.clock, pipeline.costs, pipeline.ranks - 1
     for number in count(1):

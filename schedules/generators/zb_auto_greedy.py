@@ -21,7 +21,7 @@ from pentad.schedules.simulate.costs import Costs
 DIGITS = 12  # significant digits of the most expensive operation
 NEVER = 1 << 100  # ticks
 F, B, W = (CODE[op] for op in (Op.F, Op.B, Op.W))  # an attribute of Op takes long to look up
-ROUNDS = 8  # between bounds
+ROUNDS = 8  # between two bounds
 
 
 class GreedyOptions(NamedTuple):
@@ -82,7 +82,8 @@ class Pipeline:
         at_once = [0] * microbatches
         self.activations = [at_once, *self.forward_ends[:-1]]
         self.gradients = [*self.backward_ends[1:], at_once]
-        # By rank: from the end of its last B or F until the last microbatch's W on rank 0 has ended.
+        # By rank: from the end of its last B (`way_back`) or F (`round_trip`) to the end of the last microbatch's W on
+        # rank 0.
         self.way_back = [*accumulate(map(add, costs.backward, costs.backward_hop), initial=costs.weight[0])][:-1]
         there = accumulate(map(add, costs.forward[:0:-1], costs.forward_hop[:0:-1]), initial=0)
         self.round_trip = [each + costs.backward[-1] + self.way_back[-1] for each in there][::-1]
@@ -153,8 +154,9 @@ class Pipeline:
         return max(end - start for end, start in zip(self.clock, starts, strict=True)), max(self.clock)
 
     def least_longest(self) -> int:
-        """What the longest of `durations` will be at least: a rank's work and what it has idled; for rank 0, which
-        starts at 0, until the last microbatch has been forward from each rank and back, or its gradient come from it.
+        """A lower bound of the longest of `durations`: each rank's work plus its idle time so far; and, as rank 0
+        starts at 0, the time until the last microbatch, or its gradient, has made its way from each rank back to rank
+        0.
         """
         costs, count, most = self.costs, self.microbatches, 0
         for rank, clock in enumerate(self.clock):
@@ -171,7 +173,7 @@ class Pipeline:
         return most
 
     def _ticks_to_free(self, rank: int, halves: int) -> int:
-        """The least time in which B and W, each of which follows a B, free so much."""
+        """The least time in which B and W free this many halves, where each W follows a B."""
         backward, weight = self.costs.backward[rank], self.costs.weight[rank]
         if halves <= 0:
             return 0
@@ -182,7 +184,7 @@ class Pipeline:
 
 
 class Run:
-    """A run of a heuristic, whose `steps` yield lower bounds of the `longest` of its pipeline."""
+    """A run of a heuristic, whose `steps` yield lower bounds of its pipeline's `longest`."""
 
     def __init__(self, pipeline: Pipeline, steps: Callable[[Pipeline], Iterator[int]]) -> None:
         self.pipeline, self.bound, self.is_done = pipeline, 0, False
@@ -197,8 +199,8 @@ class Run:
 
 
 def greedy_candidates(begin: Callable[[], Pipeline], *, extra_warm_up: bool) -> Iterator[Candidate[Pipeline]]:
-    """Without and with each of the other two options. As long as an option has changed nothing, a run without it is the
-    one with it."""
+    """Candidates without and with each of the other two options. As long as an option has changed nothing, the runs
+    with and without it are one."""
     options = (GreedyOptions(extra_warm_up, *each) for each in product((False, True), repeat=2))
     neither, eager, hold, both = (Run(begin(), partial(run_greedy, options=each)) for each in options)
 
@@ -217,7 +219,7 @@ def greedy_candidates(begin: Callable[[], Pipeline], *, extra_warm_up: bool) -> 
 
 
 def followed(run: Callable[[], Run]) -> Candidate[Pipeline]:
-    """What a run, which may become another one on its way, ends with."""
+    """Follows `run()`, which may switch to another run on the way, to its end."""
     while not run().is_done:
         run().advance()
         yield run().bound
@@ -225,7 +227,7 @@ def followed(run: Callable[[], Run]) -> Candidate[Pipeline]:
 
 
 def run_greedy(pipeline: Pipeline, options: GreedyOptions) -> Iterator[int]:
-    """Runs a whole step; yields lower bounds of its `longest`."""
+    """Runs a whole step; yields lower bounds of `longest`."""
     warm_up(pipeline, extra_warm_up=options.extra_warm_up)
     for number in range(1, pipeline.microbatches):
         if number % ROUNDS == 0:
@@ -237,7 +239,7 @@ def run_greedy(pipeline: Pipeline, options: GreedyOptions) -> Iterator[int]:
 
 
 def warm_up(pipeline: Pipeline, *, extra_warm_up: bool) -> Pipeline:
-    """Up to the first backward of every rank: forwards in the time that its gradient takes to arrive."""
+    """Runs every rank up to its first backward, with forwards until its gradient arrives."""
     for rank in range(pipeline.ranks):
         pipeline.run_forward(rank)
     for rank, more in enumerate(_more_warm_up_forwards(pipeline, extra_warm_up)):
@@ -249,7 +251,7 @@ def warm_up(pipeline: Pipeline, *, extra_warm_up: bool) -> Pipeline:
 
 
 def _more_warm_up_forwards(pipeline: Pipeline, extra_warm_up: bool) -> list[int]:
-    """By rank: the forwards of its warm-up after the first one."""
+    """By rank: the number of warm-up forwards after the first one."""
     more, costs, last = [0] * pipeline.ranks, pipeline.costs, pipeline.ranks - 1
     gradient = 0  # when the next rank has produced it
     for rank in reversed(range(pipeline.ranks)):
@@ -291,7 +293,7 @@ def _backward_round(pipeline: Pipeline, eager_weight: bool) -> None:
 
 
 def _fill_gap(pipeline: Pipeline, rank: int, until: int, eager_weight: bool) -> None:
-    """Weight gradients into the gap before `until`; the last one may end later."""
+    """Runs weight gradients in the gap before `until`; the last one may end later."""
     pending, gap = pipeline.pending[rank], until - pipeline.clock[rank]
     if not pending or gap < 0:
         return

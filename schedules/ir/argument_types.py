@@ -1,4 +1,5 @@
-"""Values of other types than a public function takes are refused by one sentence, as values out of range are."""
+"""Checks the argument types of public functions, so that a wrong type is refused in one sentence like a value out of
+range."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ _NUMBERS: dict[Any, type] = {int: Integral, float: Real}
 
 
 def checks_types(function: Callable[P, T]) -> Callable[P, T]:
-    """Raises PentadError for an argument that is not of the type of its annotation, before the function runs.
+    """Makes a function raise PentadError, before it runs, for an argument that does not have its annotated type.
 
-    Annotations that only type checkers import are not looked at.
+    Annotations that are imported only for type checkers are not checked.
     """
 
     @wraps(function)
@@ -51,7 +52,7 @@ def checks_types(function: Callable[P, T]) -> Callable[P, T]:
 def _arguments(
     function: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Name, value and types of what is given. Raises TypeError, as Python does, if it is not what can be given."""
+    """Name, value and types of each argument. Raises TypeError, as Python does, if they do not fit the signature."""
     signature, kinds = _signature(function)
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         parts = value if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL else [value]
@@ -61,7 +62,7 @@ def _arguments(
 
 @cache
 def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, tuple[Any, ...]]]:
-    """And the types of each parameter that has any, but for further keywords."""
+    """The signature, and the types of each annotated parameter other than **kwargs."""
     signature, module = inspect.signature(function), vars(sys.modules[function.__module__])
     annotated = types.SimpleNamespace(
         __annotations__={
@@ -70,7 +71,7 @@ def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[st
             if each.annotation is not each.empty and each.kind is not each.VAR_KEYWORD
         }
     )
-    # `Any` for names that are imported by type checkers alone, which are those of neither the module nor Python.
+    # `Any` for names imported only for type checkers, which are found neither in the module nor among the builtins.
     hints = get_type_hints(annotated, module, ChainMap(module, vars(builtins), _Unknown()))
     found = {name: tuple(_flat(kind)) for name, kind in hints.items()}
     return signature, {name: kinds for name, kinds in found.items() if Any not in kinds}
@@ -98,7 +99,7 @@ def _is(value: Any, kind: Any) -> bool:
         return isinstance(value, _NUMBERS[base]) and not isinstance(value, bool)
     if base in _WORDS:
         return callable(value) if base is collections.abc.Callable else isinstance(value, base)
-    if issubclass(base, Iterable) and inner:  # of values of one type
+    if issubclass(base, Iterable) and inner:  # a container of values of one type
         given = (list, tuple) if base is tuple else base
         is_text = isinstance(value, str | bytes)
         parts = value if isinstance(value, Collection) else ()

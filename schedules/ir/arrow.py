@@ -54,7 +54,7 @@ def to_table(columns: Columns) -> pa.Table:
 
 
 def from_table(table: pa.Table, ranks: int) -> Columns:
-    """The streams of `ranks` ranks. A table not made by `to_table` gives other columns, or any exception."""
+    """The streams of `ranks` ranks. A table that `to_table` did not make gives other columns, or raises anything."""
     key = cache(parse_key)
     names = ("rank", "index", "op", "stage", "microbatch", "peer", "group", "slot", "waits")
     rank, index, op, *numbers, waits = (table.column(name).to_pylist() for name in names)

@@ -1,4 +1,4 @@
-"""Rows as Arrow files, and back from a file that anyone may have written, or damaged."""
+"""Rows to Arrow files and back; a file that is read may be damaged, or written by anyone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pentad.schedules.ir.errors import PentadError
 
 
 def table_of(rows: Iterable[tuple], schema: pa.Schema) -> pa.Table:
-    """A table of texts and numbers without nulls."""
+    """A table of strings and numbers without nulls."""
     columns = list(zip(*rows, strict=True)) or [()] * len(schema)
     return pa.table([filled_array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
 
@@ -29,8 +29,8 @@ def file_bytes(table: pa.Table) -> bytes:
 
 
 def read_table(data: bytes) -> pa.Table:
-    """The rows of an Arrow file; offsets and text are checked before a value is read. Raises PentadError if the bytes
-    are no intact file."""
+    """The rows of an Arrow file, after its offsets and strings have been checked. Raises PentadError if the bytes are
+    not an intact file."""
     try:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
         table.validate(full=True)
@@ -48,7 +48,7 @@ def require_no_nulls(table: pa.Table) -> None:
 
 
 def require_range(table: pa.Table, name: str, low: float, high: float) -> None:
-    """Raises PentadError for a column with a number that is not finite or not from `low` to `high`."""
+    """Raises PentadError for a column with a number that is NaN or not from `low` to `high`."""
     values = table.column(name).to_numpy()
     wrong = values[~((values >= low) & (values <= high))]
     if len(wrong):

@@ -84,7 +84,7 @@ class Columns(Sequence[Stream]):
 
     @cached_property
     def action_offsets(self) -> Array:
-        """Actions action_offsets[r]:action_offsets[r + 1] are those of rank r."""
+        """Rank r has actions action_offsets[r]:action_offsets[r + 1]."""
         return np.searchsorted(self.action_row, self.rank_offsets)
 
     @cached_property
@@ -136,7 +136,7 @@ class Columns(Sequence[Stream]):
         start, end = int(self.rank_offsets[rank]), int(self.rank_offsets[rank + 1])
         rows = list(self._instructions(start, end))
         actions: list[Action] = [*rows]
-        for at in reversed(np.flatnonzero(self.is_second[start:end]).tolist()):  # last first: earlier indices hold
+        for at in reversed(np.flatnonzero(self.is_second[start:end]).tolist()):  # backwards: earlier indices stay valid
             actions[at - 1 : at + 1] = [Overlap(rows[at - 1], rows[at])]
         return tuple(actions)
 
@@ -168,7 +168,7 @@ class Columns(Sequence[Stream]):
         return Columns(self.groups, self.rank_offsets, offsets, *self.row_columns, *waits)
 
     def __add__(self, other: Columns) -> Columns:
-        """The rows of both, as if all were of one rank."""
+        """The rows of both, as the stream of a single rank."""
         groups = tuple(sorted({*self.groups, *other.groups}))
         both = (one._with_groups(groups).row_columns for one in (self, other))
         rows = list(map(np.concatenate, zip(*both, strict=True)))
@@ -183,7 +183,7 @@ class Columns(Sequence[Stream]):
         return replace(self, group=codes[self.group], groups=groups)
 
     def arrays(self) -> list[Array]:
-        """The columns in a form that is the same on every machine."""
+        """The columns in a form that does not depend on the machine."""
         numbers = [column.astype("<i4") for column in self.row_columns + self.wait_columns]
         return [self.rank_offsets.astype("<i8"), self.wait_offsets.astype("<i8"), *numbers]
 
@@ -204,7 +204,7 @@ def _offsets(counts: Array) -> Array:
 
 
 def key_columns(rank_offsets: Array, op: Array, stage: Array, microbatch: Array) -> Columns:
-    """Instructions with an op code, a stage and a microbatch each, and nothing else."""
+    """Instructions that have only an op code, a stage and a microbatch."""
     op, stage, microbatch = op.astype(np.int8), stage.astype(np.int32), microbatch.astype(np.int32)
     none, is_second = np.full(len(op), -1, np.int32), np.zeros(len(op), bool)
     rows, no_waits = (op, stage, microbatch, none, none + 1, none, is_second), (op[:0], none[:0], none[:0])
@@ -212,7 +212,7 @@ def key_columns(rank_offsets: Array, op: Array, stage: Array, microbatch: Array)
 
 
 def pack(streams: Sequence[Stream]) -> Columns:
-    """Raises PentadError for a number that does not fit into 32 bits."""
+    """The columns of streams. Raises PentadError for a number that does not fit into 32 bits."""
     rows: list[Instruction] = []
     seconds: list[int] = []
     rank_offsets = [0]
@@ -228,7 +228,7 @@ def pack(streams: Sequence[Stream]) -> Columns:
 
 
 def from_rows(rank_offsets: Sequence[int], rows: Sequence[Instruction], seconds: Sequence[int]) -> Columns:
-    """`seconds` are the rows that are the second half of an overlapped pair."""
+    """The columns of `rows`; `seconds` are the indices of those that are the second half of an overlapped pair."""
     op, stage, mb, peer, group, slot, waits = _transposed(rows, len(Instruction._fields))
     wait_op, wait_stage, wait_mb = _transposed(list(chain.from_iterable(waits)), len(Key._fields))
     groups = sorted(set(group))

@@ -1,10 +1,10 @@
-"""The error that pentad raises when its user, not pentad, is wrong; and text for sentences."""
+"""The error for a user's mistake, the error for an invalid program, and helpers for the text of messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-LONGEST = 1500  # characters of a sentence, whose values may be of any length
+LONGEST = 1500  # characters of a message, as the values that it quotes may be of any length
 
 
 class PentadError(Exception):
@@ -12,7 +12,7 @@ class PentadError(Exception):
 
     @property
     def sentences(self) -> list[str]:
-        """One for each mistake, without the middle of those that are very long."""
+        """One sentence per mistake; the middle of a very long one is left out."""
         return [shortened(str(self))]
 
 
@@ -37,7 +37,8 @@ def shortened(sentence: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with escapes such as \\x1b for what would control a terminal or cannot be encoded; line breaks stay."""
+    """`text` with escapes such as \\x1b for what would control a terminal or cannot be encoded; line breaks and tabs
+    stay."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)

@@ -1,4 +1,4 @@
-"""Pauses the garbage collector while very many small objects are made, or nothing may be freed."""
+"""Pauses the garbage collector while a great many small objects are made, or while nothing may be freed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """For work whose objects form no cycles, where scanning them again and again takes as long as the work, and for
-    work that a finalizer would disturb."""
+    """For work whose objects form no cycles, where repeated scans would take as long as the work, and for work that a
+    finalizer would disturb."""
     enabled = gc.isenabled()
     gc.disable()
     try:

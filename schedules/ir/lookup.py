@@ -20,7 +20,7 @@ _IS_NUMBERED = IS_REDUCTION | op_mask({Op.ALL_GATHER, Op.FREE})  # ops whose `mi
 
 
 class Lookup:
-    """Row numbers of instructions; -1 where there is none, the first one where a rank has a key twice.
+    """Row numbers of instructions: -1 where there is none, and the first one where a rank has a key twice.
 
     Every pair of a rank and a stage that it holds is a *holding*, and so is (rank, -1) for ops without a stage. Rows of
     stages that the rank does not hold, or with a microbatch out of range, are not found.
@@ -38,7 +38,7 @@ class Lookup:
 
     @property
     def holdings(self) -> int:
-        """How many there are."""
+        """The number of holdings."""
         return len(self._holdings)
 
     def holding(self, rank: Array, stage: Array) -> Array:
@@ -57,7 +57,7 @@ class Lookup:
 
     @cached_property
     def wait_targets(self) -> Array:
-        """The row that each wait is for."""
+        """The row of the instruction that each wait waits for."""
         columns = self.columns
         rank = columns.rank[columns.wait_row]
         return self.table[self._ids(rank, columns.wait_op, columns.wait_stage, columns.wait_microbatch)]
@@ -77,7 +77,7 @@ class Lookup:
         return np.append(rows, -1)[np.searchsorted(rows, self.columns.rank_offsets[1:]) - 1]
 
     def rows(self, rank: Array, op: Array | int, stage: Array | int, microbatch: Array) -> Array:
-        """The row of each of these keys on its rank."""
+        """The row of each key on its rank."""
         return self.table[self._ids(rank, np.asarray(op), np.asarray(stage), microbatch)]
 
     def _ids(self, rank: Array, op: Array, stage: Array, microbatch: Array) -> Array:
@@ -125,7 +125,7 @@ class Lookup:
         return rows[(stage >= 0) & (stage < self.stages) & (mb >= 0) & (mb < self.total_slices)]
 
     def channel(self, rows: Array) -> Array:
-        """Number of the communicator of sends and receives: one per (direction, source rank, target rank)."""
+        """Number of the communicator that each send or receive uses: one per (direction, source rank, target rank)."""
         columns = self.columns
         op, rank, peer = columns.op[rows], columns.rank[rows], columns.peer[rows]
         receives = IS_RECEIVE[op]

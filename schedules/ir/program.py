@@ -36,10 +36,10 @@ class Program:
     `microbatch` of an instruction is microbatch x slices + slice (Seq1F1B, arXiv 2406.03488).
 
     `units[stage]` is the number of units that a pipeline stage is cut into (empty: one each); what `placement` and the
-    instructions call a stage is then a unit (passes/units.py), and `chunks` counts units. `sizes[unit]` are the
-    elements of its parameters on a rank, by kind, for which ZeRO lays out memory (passes/zero_buffers.py; empty: all
-    are equal): of weights, and of gradients where these differ. With `logits_in_w` W of the last one makes logits, for
-    which it reads its parameters.
+    instructions call a stage is then a unit (passes/units.py), and `chunks` counts units. `sizes[unit]` has the
+    elements that a rank holds of its parameters, by kind: of weights and, where these differ, of gradients. ZeRO lays
+    out memory by them (passes/zero_buffers.py; empty: all are equal). With `logits_in_w`, the W of the last unit
+    computes logits and so reads its parameters.
 
     A `forward_only` program evaluates: it has no backwards and no optimizer step, and ends with LOSS.
     """
@@ -74,7 +74,7 @@ class Program:
 
     @property
     def total_slices(self) -> int:
-        """Slices of all microbatches: how many times each stage runs forward."""
+        """The number of slices in all microbatches: how many times each stage runs forward."""
         return self.microbatches * self.slices
 
     @cached_property
@@ -177,7 +177,7 @@ class Program:
 
     @staticmethod
     def from_bytes(data: bytes) -> Program:
-        """Raises PentadError when these are not the bytes of a program."""
+        """Raises PentadError when `data` is not a program."""
         return Program.from_arrow(read_table(data))
 
     def __reduce__(self) -> tuple:
@@ -199,7 +199,7 @@ class Program:
 
 
 def _check_sizes(program: Program) -> None:
-    """Raises PentadError for numbers that the streams do not bear out: what is allocated follows them."""
+    """Raises PentadError for numbers that do not match the streams: allocations are sized by them."""
     columns, held = program.columns, {stage for stages in program.placement for stage in stages}
     if held != set(range(len(held))):
         raise PentadError(f"its placement holds the stages {str(sorted(held))[:60]}: expected 0 to {len(held) - 1}")

@@ -1,5 +1,5 @@
-"""What users and other programs name as files: paths, and regular files of a size that can be read, or one sentence. A
-pipe or a device may never end; a sparse file of a few bytes on the disk may fill the memory."""
+"""Refuses, in one sentence, files named by users or other programs that cannot be read safely: a pipe or device may
+never end, and a sparse file that takes a few bytes on disk may fill memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from pentad.schedules.ir.errors import PentadError
 
-MOST_BYTES = 1 << 30  # of a file that is read whole
-MOST_JSON = 1 << 28  # or parsed
+MOST_BYTES = 1 << 30  # of a file that is read at once
+MOST_JSON = 1 << 28  # of a file that is parsed
 
 
 def expanded(path: str | Path) -> Path:
-    """The path with the home folder for a ~ that it begins with. Raises PentadError if there is none."""
+    """The path with a leading ~ replaced by the home folder. Raises PentadError if there is none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -23,8 +23,8 @@ def expanded(path: str | Path) -> Path:
 
 
 def regular_file(path: Path, most: int | None = MOST_BYTES) -> Path:
-    """The path. Raises PentadError for a pipe or a device, and for more than `most` bytes; other faults are left to the
-    reader of the file."""
+    """Returns the path. Raises PentadError for a pipe or a device, and for a file of more than `most` bytes; other
+    faults are left to whoever reads the file."""
     try:
         status = path.stat()
     except (OSError, ValueError):

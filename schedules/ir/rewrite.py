@@ -1,4 +1,4 @@
-"""Inserts instructions into streams: the one way in which passes add to a program."""
+"""Inserts instructions into streams, for the passes that add to a program."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pentad.schedules.ir.instruction import Instruction, Key
 from pentad.schedules.ir.program import Program
 
 Addition = tuple[int, int, Instruction]  # rank, the position in its stream to insert before, the instruction
-Wait = tuple[int, Key, Key]  # rank, an instruction of its stream, what that waits for
+Wait = tuple[int, Key, Key]  # rank, an instruction of its stream, the key that it waits for
 
 
 def insert(program: Program, additions: Sequence[Addition], waits: Sequence[Wait] = ()) -> Program:
-    """A program with more instructions, and with more waits of those that it has.
+    """The program with `additions` inserted, and with more waits on its own instructions.
 
-    Positions count the actions of the original streams; the length of a stream is its end. Additions at one position
-    keep their order. Raises KeyError for a wait of an instruction that does not exist.
+    Positions count actions of the original streams; the length of a stream is its end. Additions at the same position
+    keep their order. Raises KeyError for a wait on an instruction that does not exist.
     """
     columns = _with_waits(program, waits) if waits else program.columns
     if not additions:
@@ -29,8 +29,8 @@ def insert(program: Program, additions: Sequence[Addition], waits: Sequence[Wait
 
 
 def insert_rows(columns: Columns, added: Columns, ranks: Array, before: Array) -> Columns:
-    """`columns` with added row k on `ranks[k]`, before the original row `before[k]`; added rows that go to the same
-    place keep their order."""
+    """`columns` with added row k on rank `ranks[k]`, before the original row `before[k]`; rows added at the same place
+    keep their order."""
     joined = columns + added
     # Row numbers alone cannot tell the end of a rank from the start of the next one: adding the rank does.
     order = np.argsort(before + ranks, kind="stable")

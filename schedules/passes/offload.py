@@ -1,8 +1,8 @@
 """Pass: activations are copied to host memory after their forward and come back for their backward (OFFLOAD, RELOAD).
 
-OFFLOAD follows the forward at once. Its copy runs beside later compute, and some later compute instruction takes over
-the memory, for which it waits for the copy. Both OFFLOAD, for what stays of a tensor that is cut, and RELOAD may get
-memory that compute has used until then, and wait for that.
+OFFLOAD comes right after the forward. Its copy runs beside later compute, and the later compute instruction that takes
+over the memory waits for it. OFFLOAD (for the part of a cut tensor that stays) and RELOAD may themselves take over
+memory from compute, and then wait for that.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.ir.rewrite import insert_rows
 from pentad.schedules.simulate.memory import SAVED_CHANGE
 
-EARLIEST = 2  # compute actions between the start of a reload and its use, where only memory limits them
+EARLIEST = 2  # how many compute actions before its use a reload starts, if memory allows
 _ON_COMPUTE_LANE = IS_COMPUTE | op_mask({Op.RECOMPUTE})
 _Cell = tuple[int, int]  # stage, microbatch
 
 
 class RoundTrips(NamedTuple):
-    """Activations that go to the host and come back, as arrays: rows of their forward and of their backward, and the
-    actions (numbered through all ranks) that take over their memory, and before which they come back."""
+    """Activations that go to the host and come back, as arrays: rows of their forwards and of their backwards, the
+    actions (numbered through all ranks) that take over their memory, and those before which they come back."""
 
     forward: Array
     backward: Array
@@ -36,7 +36,7 @@ class RoundTrips(NamedTuple):
 
 
 class _RoundTrip(NamedTuple):
-    """One of them, with the indices of the actions in a stream."""
+    """One round trip; `release` and `reload` are indices of actions in a stream."""
 
     cell: _Cell
     release: int
@@ -44,19 +44,19 @@ class _RoundTrip(NamedTuple):
 
 
 def add_offload(program: Program, stages: Collection[int], prefetch: int = 1) -> Program:
-    """OFFLOAD and RELOAD of every microbatch of these stages, but where the backward follows so soon after the forward
-    that a copy would free no memory in time.
+    """Adds OFFLOAD and RELOAD for every microbatch of these stages, except where the backward follows so soon after the
+    forward that a copy would free no memory in time.
 
     At most `prefetch` compute actions of these stages run beside an OFFLOAD, and the next one waits for it; a RELOAD
-    starts as many of them before the backward. Raises PentadError for a stage that the program does not have.
+    starts as many of them before the backward. Stages that the program does not have are ignored.
     """
     return _inserted(program, round_trips(program, stages, prefetch))
 
 
 def round_trips(program: Program, stages: Collection[int], prefetch: int = 1) -> RoundTrips:
-    """Those of `add_offload`."""
+    """The round trips that `add_offload` inserts."""
     columns, rows = program.columns, program.lookup
-    # Others, such as an embedding, may take no time beside which anything could be copied.
+    # Only their compute counts: that of others, such as an embedding, may be too short to hide a copy.
     copied = np.isin(columns.stage, list(stages))
     inner = np.zeros(len(columns.action_row), bool)
     inner[columns.action[copied & IS_COMPUTE[columns.op]]] = True
@@ -73,11 +73,11 @@ def round_trips(program: Program, stages: Collection[int], prefetch: int = 1) ->
 
 
 def add_offload_beyond(program: Program, max_resident: float) -> Program:
-    """OFFLOAD and RELOAD so that no rank has more than `max_resident` activations, in microbatches of a whole rank, on
-    its device at once: what is offloaded is the activation whose backward comes last (Belady 1966).
+    """Adds OFFLOAD and RELOAD so that no rank has more than `max_resident` activations, in microbatches of a whole
+    rank, on its device at once. The activation whose backward comes last is offloaded first (Belady 1966).
 
     RELOAD goes EARLIEST compute actions before the backward, or later if there is no room. Activations that are
-    recomputed are not offloaded. Raises PentadError when a rank needs more at one moment.
+    recomputed are not offloaded. Raises PentadError if a rank needs more at once.
     """
     found: list[tuple[int, ...]] = []
     chunks = program.chunks * program.slices  # activations in one microbatch of a whole rank
@@ -93,8 +93,8 @@ def add_offload_beyond(program: Program, max_resident: float) -> Program:
 
 
 def _inserted(program: Program, trips: RoundTrips) -> Program:
-    """The program with OFFLOADs and RELOADs, each in the order of backwards where several go to one position, and with
-    what waits for them."""
+    """The program with these OFFLOADs and RELOADs, in the order of backwards where several go to one position, and with
+    the waits for them."""
     columns, count = program.columns, len(trips.forward)
     forward, backward, release, reload = (each[np.argsort(trips.backward)] for each in trips)
     rank, (_, stage, microbatch), begins = columns.rank[forward], columns.keys(forward), _begins(program)
@@ -153,7 +153,8 @@ class _Walk:
         self.number = {index: number for number, index in enumerate(self.compute)}  # among compute actions
 
     def reader_of_result(self, cell: _Cell) -> int:
-        """The forward on this rank, or -1, that reads the result of a forward: this may be part of what that saves."""
+        """Index of the forward on this rank that reads the result of a cell's forward, or -1. The result may be part of
+        what the cell saves."""
         stage, microbatch = cell
         return self.forward.get((stage + 1, microbatch), -1)
 
@@ -183,7 +184,7 @@ class _Residency:
                 self._run(part, index)
 
     def _before(self, index: int) -> int:
-        """The compute action before this one: a reload waits for it, and so for what it waits for."""
+        """The compute action before this one: a reload waits for it, and so for all that it waits for."""
         return self.walk.compute[max(0, self.walk.number[index] - 1)]
 
     def _run(self, part: Instruction, index: int) -> None:
@@ -203,8 +204,8 @@ class _Residency:
             self.resident += SAVED_CHANGE[part.op]
 
     def _make_room(self, index: int, release: int) -> None:
-        """Offloads until one more activation fits when action `release` begins, but nothing that it or action `index`
-        uses."""
+        """Offloads until one more activation fits when action `release` begins, sparing what that action or action
+        `index` uses."""
         used = {(part.stage, part.microbatch) for at in (index, release) for part in self.walk.stream[at].parts}
         used |= {cell for cell in self.offloadable if self.walk.reader_of_result(cell) >= release}
         while self.resident + 1 > self.limit + 1e-9:

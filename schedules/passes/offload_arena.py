@@ -1,5 +1,6 @@
-"""Where offloaded activations lie: addresses in one piece of host memory, and in one of the device for what stays of
-tensors that are cut. Lifetimes follow from the program, so slots are assigned once and nothing is allocated in a step.
+"""Where offloaded activations are stored: addresses in one block of host memory and, for the parts of cut tensors that
+stay, in one block of device memory. Lifetimes follow from the program, so slots are assigned once and nothing is
+allocated in a step.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _Cell = tuple[int, int]  # stage, microbatch
 
 
 class Arena(NamedTuple):
-    """`offsets[cell]` are the first bytes of an activation's slots on the host and on the device, `bytes` the sizes of
-    both, and `bounds` the most bytes in use at once, below which no layout can be."""
+    """`offsets[cell]` are the byte offsets of an activation's slots on the host and on the device, `bytes` the sizes of
+    both blocks, and `bounds` the most bytes in use at once, which no layout can undercut."""
 
     offsets: dict[_Cell, tuple[int, int]]
     bytes: tuple[int, int]
@@ -32,10 +33,12 @@ class Arena(NamedTuple):
 
 
 def arena(program: Program, rank: int, slots: Sequence[tuple[int, int]]) -> Arena:
-    """For a pipeline rank; `slots[stage]` are the bytes that an activation needs on the host and on the device.
+    """The arena of a pipeline rank; `slots[stage]` are the bytes that an activation needs on the host and on the
+    device.
 
-    Largest first, each at the lowest address that is free during its lifetime: from OFFLOAD to the instruction that
-    waits for its RELOAD. A later OFFLOAD waits for a forward after that instruction, and so may reuse the slot.
+    Slots are placed largest first, each at the lowest address that is free during its lifetime: from OFFLOAD to the
+    instruction that waits for its RELOAD. A later OFFLOAD waits for a forward after that instruction, and so may reuse
+    the slot.
     """
     columns, first = program.columns, rows_of_rank(program, rank, _IS_OFFLOAD)
     if not len(first):
@@ -59,7 +62,7 @@ def arena(program: Program, rank: int, slots: Sequence[tuple[int, int]]) -> Aren
 
 
 def _offsets(first: Array, last: Array, sizes: Array) -> list[Array]:
-    """By row of `sizes`."""
+    """Offsets for each row of `sizes`."""
     lowest = cache(lambda: _lowest_slots(first, last))
     return [
         lowest() * each[0] if (each == each[0]).all() else first_fit(each, overlapping(first, last)) for each in sizes
@@ -67,9 +70,8 @@ def _offsets(first: Array, last: Array, sizes: Array) -> list[Array]:
 
 
 def _lowest_slots(first: Array, last: Array) -> Array:
-    """Of lifetimes in the order of their begins, each in the lowest slot that is free: what `first_fit` finds for equal
-    sizes, in less time."""
-    found, free, taken = list[int](), list[int](), list[tuple[int, int]]()  # with the end of the lifetime
+    """The lowest free slot for each lifetime, sorted by begin: what `first_fit` finds for equal sizes, in less time."""
+    found, free, taken = list[int](), list[int](), list[tuple[int, int]]()  # taken: (end, slot)
     for begin, end in zip(first.tolist(), last.tolist(), strict=True):
         while taken and taken[0][0] <= begin:
             heappush(free, heappop(taken)[1])

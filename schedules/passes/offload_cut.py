@@ -1,8 +1,8 @@
 """Which bytes of a unit's saved activations leave the device, if only a share of them does.
 
-Nothing is computed again by rows, so the result does not depend on which rows leave. Tensors go as a whole as long as
-they fit into the share, the largest first; then the first rows of one more go. What stays of that one moves into memory
-of its own, as a part of an allocation cannot be freed.
+Bytes only move, and nothing is recomputed by rows, so the result does not depend on which rows leave. Whole tensors go,
+largest first, as long as they fit into the share; then the first rows of one more. What stays of that tensor moves into
+memory of its own, as part of an allocation cannot be freed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ALIGNMENT = 512  # bytes: where a tensor is cut, and where slots of arenas begin
 
 
 class Cut(NamedTuple):
-    """`moved[k]` are the bytes of tensor k that leave, its first ones. `rest` are those that stay of the tensor that is
+    """`moved[k]` is how many bytes of tensor k, from its start, leave. `rest` is how many stay of the tensor that is
     cut, 0 if none is."""
 
     moved: tuple[int, ...]
@@ -23,7 +23,7 @@ class Cut(NamedTuple):
 
     @property
     def taken(self) -> int:
-        """Bytes of the tensors that leave, all or in part."""
+        """Size in bytes of the tensors that leave, whole or in part."""
         return self.bytes + self.rest
 
     @property
@@ -32,8 +32,8 @@ class Cut(NamedTuple):
 
 
 def cut(sizes: Sequence[int], fraction: float, most_rest: float = inf) -> Cut:
-    """The `fraction`, 0 to 1, of tensors with these sizes in bytes, less than ALIGNMENT bytes below it. A tensor of
-    which more than `most_rest` bytes would stay is not cut: all of it stays."""
+    """The cut that moves `fraction` (0 to 1) of tensors with these sizes in bytes, or less than ALIGNMENT bytes below
+    it. A tensor of which more than `most_rest` bytes would stay is not cut: all of it stays."""
     left, moved = int(fraction * sum(sizes)), [0] * len(sizes)
     largest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     for index in largest_first:

@@ -15,12 +15,12 @@ from pentad.schedules.ir.rewrite import Addition, insert, insert_rows
 
 
 def add_reduce(program: Program, *, replicas: int, scatter: bool = False, every_microbatch: bool = False) -> Program:
-    """After the last W of every stage that several ranks hold (replicas, DualPipe mirrors), an ALL_REDUCE of its
-    gradients, or with `scatter` a REDUCE_SCATTER, where holders update a shard each (ZeRO).
+    """Adds, after the last W of every stage that several ranks hold (replicas, DualPipe mirrors), an ALL_REDUCE of its
+    gradients or, with `scatter`, a REDUCE_SCATTER, for holders that update a shard each (ZeRO).
 
-    Collectives meet by position, so all ranks reduce stages in one order: that in which the last holder of each stage
-    finishes its gradients. With `every_microbatch` there is one after the last W of every microbatch instead, whose
-    microbatch field counts those of its rank: mirrors compute different ones.
+    Collectives are matched by position, so all ranks reduce stages in the same order: that in which the last holder of
+    each stage finishes its gradients. With `every_microbatch`, there is one after the last W of every microbatch
+    instead; its microbatch field counts the microbatches that its rank computes, as mirrors compute different ones.
     """
     columns, op = program.columns, Op.REDUCE_SCATTER if scatter else Op.ALL_REDUCE
     if every_microbatch:
@@ -66,7 +66,7 @@ def _after_sends(program: Program, rank: int, row: int) -> int:
 
 
 def last_reductions(stream: Stream) -> frozenset[Key]:
-    """The reductions of a rank after which a stage's gradients are those of the step."""
+    """The last reduction of each stage of a rank, after which its gradients are those of the step."""
     reductions = (part for part in instructions_of(stream) if part.op in REDUCTIONS)
     return frozenset({part.stage: part.key for part in reductions}.values())
 
@@ -81,20 +81,21 @@ def add_step(program: Program) -> Program:
 
 
 def wait_for(program: Program, op: Op, earlier: Program, rows: Array) -> Program:
-    """The program in which `op`, which every rank has once, also waits for these rows of its rank in an earlier one."""
+    """The program in which `op`, of which every rank has one, also waits for the instructions in these rows of an
+    `earlier` version of the program, each on its rank."""
     waiting = program.columns.rows_of(op_mask({op}))[earlier.columns.rank[rows]]
     return program.with_streams(program.columns.with_waits(waiting, *earlier.columns.keys(rows)))
 
 
 def complete_gradients(program: Program) -> tuple[Array, Array]:
-    """The rows that the gradients of all ranks are complete after: the last compute instruction of each, and the
+    """The rows after which all gradients are complete: the last compute instruction of each rank, and the
     reductions."""
     return program.lookup.last_compute, program.columns.rows_of(IS_REDUCTION)
 
 
 class CompleteGrads(NamedTuple):
-    """By sum of gradients, the row of the W or BW that completes it: of the `number`-th microbatch that a rank computes
-    of a stage, or of the step, with -1."""
+    """For each sum of gradients, the row of the W or BW that completes it. A sum is that of the `number`-th microbatch
+    that a rank computes on a stage or, if `number` is -1, that of the step."""
 
     rank: Array
     stage: Array
@@ -103,7 +104,7 @@ class CompleteGrads(NamedTuple):
 
 
 def complete_weight_grads(program: Program, *, every_microbatch: bool = False) -> CompleteGrads:
-    """In the order of the rows, or for the step by rank and stage."""
+    """The sums of every microbatch, in the order of their rows, or those of the step, by rank and stage."""
     columns = program.columns
     rows = columns.rows_of(IS_WEIGHT)
     if every_microbatch:  # W takes the slices of a microbatch from the last to the first

@@ -4,7 +4,7 @@ Every rank takes its STEP as soon as its own gradients are complete, as if the g
 the weights that layers read change. Meanwhile the partial sums of the norm travel from the first rank to the last
 (NORM). The result arrives in the next step, after the forwards of its warm-up. If the norm was fine, VALIDATE commits
 the step to the master weights. If it was over the limit or not finite, ROLLBACK restores the weights and restarts the
-stream. So only forwards and their transfers come before VALIDATE, and of each transfer both ends or neither.
+stream. So only forwards and their transfers come before VALIDATE, and each transfer has both ends before it or neither.
 """
 
 from __future__ import annotations

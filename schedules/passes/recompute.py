@@ -1,13 +1,13 @@
 """Pass: RECOMPUTE before every backward of some stages, whose F saves less (Chen et al., arXiv 1604.06174).
 
-It needs nothing from other ranks, so it goes before the wait for the gradient and fills it. W uses what B saves, so a
-schedule that splits the backward still recomputes once.
+It needs nothing from other ranks, so it goes before the wait for the gradient and fills that time. W uses what B saves,
+so a schedule that splits the backward still recomputes once.
 
-What a unit recomputes is a string in a `Plan`: a mode, or names of parts of its layers joined by commas. Names are
-those of Megatron-LM (--recompute-modules, and of --offload-modules qkv_linear and attn_proj).
+What a unit recomputes is a string in a `Plan`: a mode, or names of parts of its layers joined by commas. The names are
+Megatron-LM's (those of --recompute-modules, and qkv_linear and attn_proj of --offload-modules).
 
-Parts that work on rows can be computed again for a share of a sequence's tokens, while the rows of the others are saved
-(MEMO, arXiv 2407.12117).
+Row-wise parts can be recomputed for only a share of a sequence's tokens, while the rows of the others are saved (MEMO,
+arXiv 2407.12117).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from pentad.schedules.spec.model import ModelSpec
 RECOMPUTE_MODES = ("none", "selective", "attention", "full")  # each recomputes more than the one before
 LayerPart = Literal[
     "mlp",  # gate and up products of a dense feed-forward network
-    "moe",  # those of experts and of shared experts
+    "moe",  # the same of experts and shared experts
     "core_attn",  # the result of attention and its log-sum-exps
     "qkv_linear",  # queries, keys and values, and what their norms save
-    "mla_up_proj",  # those of multi-head latent attention, and its latents
+    "mla_up_proj",  # the same of multi-head latent attention, and its latents
     "attn_proj",  # the residual stream after attention, and what the norms beside it save
 ]
 PARTS: tuple[LayerPart, ...] = get_args(LayerPart)
-ROW_WISE = frozenset[str]({"mlp", "qkv_linear", "attn_proj"})  # of one token each, whatever the others are
-# Products of some rows have the bits of those of all rows if both are multiples of this: of the rows that kernels for
-# CPUs, and for GPUs, take at once.
+ROW_WISE = frozenset[str]({"mlp", "qkv_linear", "attn_proj"})  # each row depends on one token alone
+# The product of some rows is bit-identical to those rows of the full product if both row counts are multiples of what
+# kernels take at once: ROWS on CPUs and ROWS_OF_TILE on GPUs.
 ROWS, ROWS_OF_TILE, LARGE = 4, 128, 1024
 _OF_MODES = {
     "none": frozenset[str](),
@@ -59,12 +59,12 @@ def parts_of(model: ModelSpec) -> tuple[LayerPart, ...]:
 
 
 def mode_of(names: Collection[str]) -> str:
-    """Names of parts as a plan has them."""
+    """Part names as a plan writes them."""
     return ",".join(name for name in PARTS if name in names)
 
 
 def config_value(mode: str) -> str | list[str]:
-    """A mode of a plan as memory.recompute has it."""
+    """A plan's mode as a value of memory.recompute."""
     return mode if mode in RECOMPUTE_MODES else mode.split(",")
 
 
@@ -80,19 +80,20 @@ def recomputed_parts(mode: str) -> frozenset[str]:
 
 
 def is_row_wise(parts: Collection[str]) -> bool:
-    """Whether RECOMPUTE can make, row by row, what any of these parts of a layer makes."""
+    """Whether RECOMPUTE can run all of these parts of a layer row by row."""
     return ROW_WISE.issuperset(parts)
 
 
 def saved_rows(rows: int, fraction: float) -> int:
-    """How many of the rows of a rank's residual stream, the first ones, F saves if row-wise parts are recomputed for
-    this `fraction` of them, 0 to 1: less than a tile fewer than the others. Never more of fewer rows."""
+    """How many rows of a rank's residual stream, from the first on, F saves if row-wise parts are recomputed for this
+    `fraction` of them (0 to 1): the other rows, less up to a tile. Fewer `rows` never give more."""
     of_tiles = int((1 - fraction) * max(rows, LARGE)) // ROWS_OF_TILE * ROWS_OF_TILE
     return of_tiles if rows >= LARGE else min(of_tiles, int((1 - fraction) * rows) // ROWS * ROWS)
 
 
 def add_recompute(program: Program, stages: Collection[int]) -> Program:
-    """RECOMPUTE for every microbatch of these stages. Raises PentadError for a stage that the program does not have."""
+    """Adds RECOMPUTE for every microbatch of these stages. Raises PentadError for a stage that the program does not
+    have."""
     unknown = sorted(stage for stage in stages if not 0 <= stage < program.stages)
     if unknown:
         found = f"memory.recompute_stages has stage {unknown[0]}"

@@ -1,8 +1,8 @@
-"""When the memory of a sent result is free again: a copy may read it until the receiver is known to have it.
+"""When the memory of a sent result may be reused: a copy may read it until the receiver is known to have it.
 
-Compute never waits for a SEND. But much of what it waits for comes later than one: the gradient that answers an
-activation, or anything else that the receiver has done since. So memory is free in the order of the program, not
-whenever a copy happens to end, and what takes it next lies in the same place in every step.
+Compute never waits for a SEND. But what it does wait for often implies that one has ended: the gradient that answers an
+activation, or anything else that the receiver has done since. So memory is freed in program order, not whenever a copy
+happens to end, and its next user gets the same address in every step.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from pentad.schedules.simulate.toposort import grouped
 
 
 def ended_sends(program: Program, rank: int) -> dict[Key, tuple[Key, ...]]:
-    """By the key of an action of a rank's compute lane: the SENDs of the rank that have ended when it starts, and had
-    not when the one before it started. Those that only the end of the step comes after are not among them."""
+    """For each action of a rank's compute lane, by key: the SENDs of the rank that are known to have ended when it
+    starts, but not when the action before it starts. SENDs that are only known to have ended at the end of the step are
+    left out."""
     columns, events = program.columns, acyclic_events(program)
     actions = list(enumerate(program.streams[rank], int(columns.action_offsets[rank])))
-    sent: dict[str, list[Key]] = defaultdict(list)  # by lane, which sends one after another
+    sent: dict[str, list[Key]] = defaultdict(list)  # by lane, in the order of sending
     for _, action in actions:
         if action.parts[0].op in SENDS:
             sent[action.lane].append(action.key)
     places = {key: (lane, number) for lane, keys in enumerate(sent.values()) for number, key in enumerate(keys, 1)}
     sends = {int(events.event[number]): places[action.key] for number, action in actions if action.key in places}
 
-    # Ranks that gather by peer copies do not meet: what one has done says nothing of another.
+    # Gathers by peer copies do not synchronize ranks: what one has done says nothing about another.
     gathers = set(events.event[columns.action[columns.rows_of(op_mask({Op.ALL_GATHER}))]].tolist())
     by_target, bounds = grouped(events.graph.target, events.graph.events)
     sources = events.graph.source[by_target]
-    counts = np.zeros((events.graph.events, len(sent)), int)  # of the SENDs of each lane that have ended with an event
+    counts = np.zeros((events.graph.events, len(sent)), int)  # by event: how many SENDs of each lane have ended
     for event in events.order.tolist():
         if event in gathers:
             continue

@@ -32,10 +32,10 @@ class _Transfers(NamedTuple):
 def add_transfers(program: Program, costs: Costs, *, gated: bool, post_validation: bool = False) -> Program:
     """A program whose ranks exchange their results.
 
-    By `costs`, a RECV goes before the compute action during which its sender finishes, so that its slot is granted
-    before the data comes. With `gated`, for transports whose waiting receives occupy the GPU (NCCL), it goes after that
-    action and waits for it, so that it is launched once the data is there. With `post_validation`, both ends of a
-    transfer are before the first backward of their ranks, or both are after it (see post_validation.py). Raises
+    According to `costs`, a RECV goes before the compute action during which its sender finishes, so that its slot is
+    granted before the data comes. With `gated`, for transports whose waiting receives occupy the GPU (NCCL), it goes
+    after that action and waits for it, so that it is launched once the data is there. With `post_validation`, both ends
+    of a transfer are before the first backward of their ranks, or both are after it (see post_validation.py). Raises
     ScheduleError when the order cannot run.
     """
     columns = program.columns
@@ -45,7 +45,7 @@ def add_transfers(program: Program, costs: Costs, *, gated: bool, post_validatio
     waiting = columns.with_waits(transfers.consumer, receives.op, receives.stage, receives.microbatch)
     before = np.concatenate((sent_before, columns.row_before(transfers.received_before)))
     ranks = columns.rank[np.concatenate((np.sort(transfers.producer), transfers.consumer))]
-    # Sends first: at one place, those of the action before it come before receives.
+    # Sends first: at the same place, the sends of the action before it come before receives.
     return program.with_streams(insert_rows(waiting, sends + receives, ranks, before))
 
 
@@ -55,7 +55,7 @@ def _plan_transfers(program: Program, costs: Costs, *, gated: bool, post_validat
     remote = columns.rank[consumer] != columns.rank[producer]
     if remote.any():
         starts, ends = action_times(program, costs)
-    else:  # nothing is sent: times do not matter, but no order may be a circle
+    else:  # nothing is sent: times do not matter, but cycles are still refused
         action_levels(program, compute_graph(program, costs))
         starts = ends = np.zeros(len(columns.action_row))
     consumer, producer = consumer[remote], producer[remote]
@@ -77,7 +77,7 @@ def _plan_transfers(program: Program, costs: Costs, *, gated: bool, post_validat
 
 
 def first_rows(columns: Columns, rows: Array) -> Array:
-    """By rank: its first of these ascending rows, of which it has at least one."""
+    """By rank: the first of these ascending rows that is its own; every rank must have one."""
     return rows[np.searchsorted(rows, columns.rank_offsets[:-1])]
 
 

@@ -1,7 +1,7 @@
-"""Pass: every stage is cut into units of a few layers, the grain of ZeRO, recomputation and offloading.
+"""Pass: cuts every stage into units of a few layers, the granularity of ZeRO, recomputation and offloading.
 
-A unit is a stage of the lowered program, on the same rank as its neighbours: what one passes on to the next is sent to
-nobody. All passes after this one, the proof, the simulator and the workers thus treat units as they treat stages.
+In the lowered program a unit is a stage, on the same rank as its neighbours, so nothing is sent between them. All later
+passes, the proof, the simulator and the workers thus treat units like stages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pentad.schedules.ir.program import Program
 def split_into_units(order: Program, units: Sequence[int]) -> Program:
     """The compute order in which stage s consists of `units[s]` stages: F runs them upwards, backwards downwards.
 
-    Of an overlapped pair the k-th unit of the forward overlaps with the k-th of the backward, as far as both go.
+    In an overlapped pair, the k-th unit of the forward overlaps with the k-th of the backward, as far as both go.
     Raises PentadError unless there is a count of at least 1 for every stage.
     """
     if len(units) != order.stages or min(units) < 1:
@@ -52,7 +52,7 @@ def split_into_units(order: Program, units: Sequence[int]) -> Program:
 
 
 def place_units(placement: Sequence[Sequence[int]], units: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The units of every rank, from its stages, of which stage s has `units[s]`."""
+    """The units of every rank, given its stages; stage s has `units[s]` of them."""
     of_stage = [range(*span) for span in pairwise(accumulate(units, initial=0))]
     return tuple(tuple(unit for stage in held for unit in of_stage[stage]) for held in placement)
 

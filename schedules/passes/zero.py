@@ -1,4 +1,4 @@
-"""Pass of ZeRO (arXiv 1910.02054, section 5): when a rank gathers a stage's parameters.
+"""Pass for ZeRO (arXiv 1910.02054, section 5): when a rank gathers a stage's parameters.
 
 ZeRO-1 and ZeRO-2 gather every pipeline stage once a step, after its holders have updated their shards. ZeRO-3 keeps the
 gathered parameters of some stages only: a stage is gathered again for its next reader, and evicts the one whose next
@@ -20,13 +20,13 @@ from pentad.schedules.ir.lookup import IS_COMPUTE
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import insert_rows
 
-# Of parameters. W needs only what B saved, unless it makes logits.
+# Ops that read parameters. W needs only what B saved, unless it computes logits.
 _IS_READER = op_mask({Op.F, Op.B, Op.BW, Op.RECOMPUTE})
 
 
 class Reads(NamedTuple):
-    """What a rank reads parameters in, by action and then stage: an action of its stream, the stage, and the row; where
-    an action reads a stage twice, the second row."""
+    """A rank's reads of parameters, sorted by action and then stage: the action of its stream, the stage and the row;
+    where an action reads a stage twice, the second row."""
 
     action: Array
     stage: Array
@@ -34,9 +34,9 @@ class Reads(NamedTuple):
 
 
 class Gathers(NamedTuple):
-    """Gathers of a rank, by stage and then `number`: the `number`-th time that it gathers a stage, read by actions
-    `first`, in row `reader`, to `last` of its stream. There is room for it after action `freed`, -1 if there is from
-    the start."""
+    """A rank's gathers, sorted by stage and then `number`, which counts the gathers of a stage. Each is read by actions
+    `first` (in row `reader`) to `last` of the stream; there is room for it after action `freed` (-1: from the
+    start)."""
 
     stage: Array
     number: Array
@@ -47,12 +47,12 @@ class Gathers(NamedTuple):
 
 
 def add_gathers(program: Program, *, zero: int, prefetch: int = 1, max_gathered: int | None = None) -> Program:
-    """ALL_GATHER of every stage before it is read and, with `zero` 3, FREE after its last reader; the microbatch field
-    of both numbers the gathers of a stage.
+    """Adds an ALL_GATHER of every stage before it is read and, with `zero` 3, a FREE after its last reader; the
+    microbatch field of both numbers the gathers of a stage.
 
     A rank holds at most `max_gathered` stages at once (None: all its stages). A gather goes `prefetch` compute actions
     before its reader, for which the rank keeps room, or later if there is none. Mirrored ranks read their stages in the
-    same actions, and so gather together. Raises PentadError when that is too few stages for an action of the program.
+    same actions, and so gather together. Raises PentadError if `max_gathered` is too few for an action of the program.
     """
     by_rank, readers = [], np.flatnonzero(is_reader(program))
     for rank, held in enumerate(program.placement):
@@ -81,7 +81,8 @@ class Placed(NamedTuple):
 
 
 def _placed(compute: Array, gathers: Gathers, *, prefetch: int) -> Placed:
-    """A gather goes at the start of the stream unless it has to wait for room, and waits for the last FREE before."""
+    """A gather goes at the start of the stream unless it has to wait for room, and waits for the last FREE before
+    it."""
     stage, number, reader, first, last, freed = gathers
     place = np.searchsorted(compute, first) - prefetch
     early = np.where(place >= 0, compute[np.maximum(place, 0)], 0) if prefetch and len(compute) else first
@@ -117,7 +118,7 @@ def _inserted(program: Program, placed: Placed, ranks: Array, *, with_frees: boo
 
 
 def is_reader(program: Program) -> Array:
-    """By row, whether it reads parameters."""
+    """[rows] bool: whether the instruction reads parameters."""
     columns = program.columns
     found: Array = _IS_READER[columns.op]
     if program.logits_in_w:
@@ -126,7 +127,7 @@ def is_reader(program: Program) -> Array:
 
 
 def _reads(program: Program, rank: int, readers: Array) -> Reads:
-    """Of a rank, from the rows of all readers."""
+    """The reads of a rank, given the rows of all readers."""
     columns = program.columns
     rows = readers[slice(*np.searchsorted(readers, columns.rank_offsets[rank : rank + 2]))]
     action, stage = columns.action[rows] - columns.action_offsets[rank], columns.stage[rows]
@@ -154,7 +155,7 @@ def _gathers(reads: Reads, room: int, ahead: int) -> Gathers:
     gathered early."""
     firsts, lasts, evicted = _evictions(reads, room)
     stage, first, last = reads.stage[firsts], reads.action[firsts], reads.action[lasts]
-    # Each gather after the first `room` evicts one, and the space of the `ahead` last ones is for early gathers.
+    # Each gather after the first `room` evicts one; the space of the last `ahead` evicted ones is for early gathers.
     freed_by, freed = np.arange(len(firsts)) - room - ahead, np.full(len(firsts), -1)
     freed[freed_by >= 0] = np.maximum.accumulate(last[evicted])[freed_by[freed_by >= 0]]
     order = np.argsort(stage, kind="stable")
@@ -167,8 +168,9 @@ def _gathers(reads: Reads, room: int, ahead: int) -> Gathers:
 
 
 def _evictions(reads: Reads, room: int) -> tuple[Array, Array, Array]:
-    """Indices into the reads: of the first and of the last one of each gather, in order; and the gathers that are
-    evicted, in order. The victim is read last of those that this action does not read, of several the highest stage."""
+    """Indices of the first and of the last read of each gather, in order; and the evicted gathers, in order. The victim
+    is the stage whose next read is furthest away, of those that the current action does not read; of several, the
+    highest."""
     stages = int(reads.stage.max(initial=-1)) + 1
     urgency = (_following(reads) * stages + reads.stage).tolist()
     begins = np.searchsorted(reads.action, reads.action).tolist()
@@ -190,7 +192,7 @@ def _evictions(reads: Reads, room: int) -> tuple[Array, Array, Array]:
 
 
 def _following(reads: Reads) -> Array:
-    """By read, the action that reads the stage next; for the last ones an action beyond all."""
+    """For each read, the action that reads the stage next; after the last read, an action beyond all."""
     order, found = np.argsort(reads.stage, kind="stable"), np.full(len(reads.action), reads.action.max(initial=0) + 1)
     is_read_again = np.diff(reads.stage[order]) == 0
     found[order[:-1][is_read_again]] = reads.action[order[1:][is_read_again]]
@@ -198,7 +200,7 @@ def _following(reads: Reads) -> Array:
 
 
 def _check_room(program: Program, rank: int, reads: Reads, max_gathered: int) -> int:
-    """The least stages that a rank has to hold at once. Raises PentadError if it may not."""
+    """The least number of stages that a rank has to hold at once. Raises PentadError if `max_gathered` is less."""
     least = int(np.unique_counts(reads.action).counts.max(initial=0))
     if max_gathered < least:
         why = f"one action on rank {rank} of schedule {program.name} reads that many stages"

@@ -1,9 +1,9 @@
-"""Pass: where the weights that ZeRO gathers, and the gradients that it reduces, lie in memory that stages share.
+"""Pass: lays out the weights that ZeRO gathers, and the gradients that it reduces, in memory that stages share.
 
 A rank has one pool for the gathered weights of its stages (ZeRO-3) and one for their gradients (ZeRO-2 and 3). Their
-lifetimes are known from the program, so addresses are assigned once: the layout is that of workers, estimates and the
-proof alike. Parameters of different kinds (all but experts, experts, and the frozen ones of both) have pools of their
-own, each with the same lifetimes.
+lifetimes are known from the program, so addresses are assigned once: workers, estimates and the proof use the same
+layout. Each kind of parameters (all but experts, experts, and the frozen ones of both) has pools of its own, with the
+same lifetimes.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from pentad.schedules.passes.zero import rows_of_rank
 _IS_SCATTER, _IS_GATHER_OR_FREE = op_mask({Op.REDUCE_SCATTER}), op_mask({Op.ALL_GATHER, Op.FREE})
 _GATHER = CODE[Op.ALL_GATHER]
 Place = tuple[int, int]  # stage, number of the gather, which is 0 for gradients
-EQUAL_SIZES = (1,)  # of every stage, if the program does not say them
-TRAINED_KINDS = 2  # come before the frozen ones
-WEIGHT_KINDS = 4  # after which a program may have those of gradients
+EQUAL_SIZES = (1,)  # of every stage, if the program has no sizes
+TRAINED_KINDS = 2  # which come before the frozen ones
+WEIGHT_KINDS = 4  # after which a program's sizes may list those of gradients
 
 
 class Pool(NamedTuple):
-    """`offsets[place]` are the first elements of a stage's parameters in the pool, by kind, and `elements` the lengths
-    of the pool, by kind."""
+    """`offsets[place]` are the elements at which a stage's parameters start in the pool, by kind, and `elements` the
+    lengths of the pool, by kind."""
 
     offsets: dict[Place, tuple[int, ...]]
     elements: tuple[int, ...]
 
 
 def weight_pool(program: Program, rank: int, sharded: set[int]) -> Pool:
-    """For the gathers of `sharded` stages on a rank, each from ALL_GATHER to FREE.
+    """The pool for a rank's gathers of `sharded` stages, each in use from ALL_GATHER to FREE.
 
-    All gathers of a stage get one place if that takes no more memory than is in use at some time, otherwise each its
-    own."""
+    All gathers of a stage share one place if that takes no more memory than the most in use at once; otherwise each has
+    its own."""
     stages, numbers, first, last = _gathered(program, rank, sharded)
     apart, places = overlapping(first, last), list(zip(stages.tolist(), numbers.tolist(), strict=True))
-    own, others = dict[int, int](), dict[int, int]()  # by stage its gathers, and all that overlap with one of them
+    own, others = dict[int, int](), dict[int, int]()  # by stage: its gathers, and all that overlap with one of them
     for at, (stage, _) in enumerate(places):
         own[stage] = own.get(stage, 0) | 1 << at
         others[stage] = others.get(stage, 0) | apart[at]
@@ -69,8 +69,8 @@ def _gathered(program: Program, rank: int, sharded: set[int]) -> tuple[Array, Ar
 
 
 def overlapping(first: Array, last: Array) -> list[int]:
-    """For each lifetime, in the order of their begins, those that overlap with it, its own included: the bits of a
-    number. What ends at an index does not overlap with what begins there."""
+    """For each lifetime, sorted by begin, those that overlap with it, including itself, as the bits of a number. What
+    ends at an index does not overlap with what begins there."""
     found, ended, ends = list[int](), 0, np.argsort(last).tolist()[::-1]
     begun, last_of = np.searchsorted(first, last).tolist(), last.tolist()  # how many begin before each ends
     for begin, count in zip(first.tolist(), begun, strict=True):
@@ -90,17 +90,17 @@ def _most_gathered(program: Program, stages: Array, first: Array, last: Array) -
 
 
 def most_in_use(first: Array, last: Array, sizes: Array) -> Array:
-    """The most in use at once of pieces with these sizes, by column; what ends at an index is free for what begins
-    there."""
+    """The most in use at once, by column of `sizes`; what ends at an index is free for what begins there."""
     order = np.argsort(np.concatenate((last, first)), kind="stable")
     found: Array = np.concatenate((-sizes, sizes))[order].cumsum(axis=0).max(axis=0)
     return found
 
 
 class GradientSums(NamedTuple):
-    """The sums of gradients on a rank, by row: the first W of a sum, where it `begins`, or its REDUCE_SCATTER, in turn
-    for each stage. `stage_index` is that of its stage in `stages`, which come in the order of their first W, and the
-    bits of `running` are the indices of the stages whose sums have begun before and end later."""
+    """The events of a rank's gradient sums, sorted by row: the first W of a sum, where it `begins`, and its
+    REDUCE_SCATTER, which alternate for each stage. `stage_index` is the index of the event's stage in `stages`, which
+    are in the order of their first W; the bits of `running` are the indices of the stages whose sums are under way just
+    before the event."""
 
     stages: list[int]
     stage_index: Array
@@ -110,7 +110,7 @@ class GradientSums(NamedTuple):
 
 
 def gradient_sums(program: Program, rank: int) -> GradientSums:
-    """Those of the stages that a rank reduces."""
+    """The gradient sums of the stages that a rank reduces."""
     columns, rows = program.columns, rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
     rows = rows[np.isin(columns.stage[rows], list(sharded_stages(program, rank)))]
     by_stage = rows[np.argsort(columns.stage[rows], kind="stable")]
@@ -127,17 +127,17 @@ def gradient_sums(program: Program, rank: int) -> GradientSums:
 
 
 def gradient_pool(program: Program, rank: int) -> Pool:
-    """For the gradients of the stages that a rank reduces. A stage has one place for the whole step, and uses it from
-    the first W of a sum to the REDUCE_SCATTER.
+    """The pool for the gradients of the stages that a rank reduces. A stage has one place for the whole step, and uses
+    it from the first W of a sum to the REDUCE_SCATTER.
 
-    It is apart from those of stages that accumulate at the same time, and from that of the stage reduced just before:
-    its REDUCE_SCATTER then runs beside this one's W.
+    Its place is apart from those of stages that accumulate at the same time, and from that of the stage reduced just
+    before, whose REDUCE_SCATTER runs beside this one's W.
     """
     return _gradient_pool(program, gradient_sums(program, rank))
 
 
 def _gradient_pool(program: Program, sums: GradientSums) -> Pool:
-    apart = [1 << k for k in range(len(sums.stages))]  # as of `overlapping`
+    apart = [1 << k for k in range(len(sums.stages))]  # bits, as in `overlapping`
     meetings = set(zip(sums.stage_index[sums.begins].tolist(), sums.running[sums.begins].tolist(), strict=True))
     _, first = np.unique(sums.stage_index, return_index=True)
     reduced = np.maximum.accumulate(np.where(sums.begins, -1, np.arange(len(sums.row))))[first]
@@ -150,14 +150,15 @@ def _gradient_pool(program: Program, sums: GradientSums) -> Pool:
 
 
 def longest(pools: Sequence[Pool]) -> tuple[int, ...]:
-    """The elements, by kind, of memory for the pools of several programs, which run one after another."""
+    """The elements, by kind, that suffice for the pools of several programs that run one after another."""
     return tuple(max(each) for each in zip_longest(*(pool.elements for pool in pools), fillvalue=0))
 
 
 def _laid_out(program: Program, places: list[Place], apart: list[int], *, trained: bool = False) -> Pool:
-    """By kind, the smaller of two layouts: largest first, each at the lowest address where it meets none of those that
-    it has to be `apart` from, as of `overlapping`; or, if none of these meet each other, in turn at the start and at
-    the end of what two of them take at most."""
+    """For each kind, the smaller of two layouts: largest first, each at the lowest address where it overlaps with none
+    that it has to be `apart` from (bits, as in `overlapping`); or, if the places form two groups within which none have
+    to be apart, one group at the start and the other at the end of as much memory as two places that have to be apart
+    take at most."""
     if not places:
         return Pool({}, ())
     sizes_of = gradient_sizes if trained else weight_sizes
@@ -175,7 +176,8 @@ def _laid_out(program: Program, places: list[Place], apart: list[int], *, traine
 
 
 def _two_turns(apart: list[int]) -> tuple[Array | None, Array]:
-    """[places] bool such that places that have to be apart differ, None if there is none; [2, pairs] those places."""
+    """[places] bool in which places that have to be apart differ, or None if that is impossible; and [2, pairs] the
+    pairs of such places."""
     turns, pairs = [0, 0], list[tuple[int, int]]()  # the places of each turn, as bits
     for start in range(len(apart)):
         turn, level = 0, 1 << start & ~(turns[0] | turns[1])
@@ -195,7 +197,7 @@ def _two_turns(apart: list[int]) -> tuple[Array | None, Array]:
 
 
 def bits_of(number: int) -> Iterator[int]:
-    """The positions of its ones, highest first."""
+    """The positions of the one bits, highest first."""
     while number:
         position = number.bit_length() - 1
         yield position
@@ -203,8 +205,8 @@ def bits_of(number: int) -> Iterator[int]:
 
 
 def first_fit(sizes: Array, apart: list[int]) -> Array:
-    """Offsets of pieces of memory: the largest first, each as low as it meets none of those that it has to be `apart`
-    from, as of `overlapping`."""
+    """Offsets of pieces of memory, placed largest first, each at the lowest offset where it overlaps with none that it
+    has to be `apart` from (bits, as in `overlapping`)."""
     offsets = np.zeros_like(sizes)
     if not sizes.any():
         return offsets
@@ -236,7 +238,7 @@ def weight_sizes(program: Program, stage: int) -> tuple[int, ...]:
 
 
 def gradient_sizes(program: Program, stage: int) -> tuple[int, ...]:
-    """Elements of a stage's full gradients, by kind: as many as weights, unless the program says both."""
+    """Elements of a stage's full gradients, by kind: those of the trained weights, unless the program lists both."""
     sizes = weight_sizes(program, stage)
     return (program.sizes[stage][WEIGHT_KINDS:] if program.sizes else ()) or sizes[:TRAINED_KINDS]
 
@@ -253,8 +255,9 @@ def is_double_buffered(program: Program) -> bool:
 
 
 def gradient_waits(sums: GradientSums, sharing: list[int]) -> Array:
-    """[2, waits]: which first W of a sum has to wait for which REDUCE_SCATTER, as rows: the last of those whose places
-    meet its own (`sharing` is `stages_sharing_memory`), and the last of its own stage, whose sum it continues."""
+    """[2, waits] rows: which first W of a sum waits for which REDUCE_SCATTER. It waits for the last one whose place
+    overlaps with its own (`sharing` is from `stages_sharing_memory`), and for the last one of its own stage, whose sum
+    it continues."""
     found, reduced = [np.zeros((2, 0), int)], np.where(sums.begins, -1, sums.row)
     for k, others in enumerate(sharing):
         is_own, shares = sums.stage_index == k, np.array([others >> other & 1 for other in range(len(sharing))], bool)
@@ -268,7 +271,7 @@ def gradient_waits(sums: GradientSums, sharing: list[int]) -> Array:
 
 
 def stages_sharing_memory(program: Program, sums: GradientSums) -> list[int]:
-    """For each stage of a rank's sums, those that share elements with it in the pool of gradients, itself included, as
+    """For each stage of a rank's sums, the stages that share memory with it in the gradient pool, including itself, as
     the bits of a number."""
     begins = np.array([*_gradient_pool(program, sums).offsets.values()])
     ends = begins + np.array([gradient_sizes(program, stage) for stage in sums.stages]).reshape(begins.shape)
@@ -282,7 +285,7 @@ def sharded_stages(program: Program, rank: int) -> set[int]:
 
 
 def add_gradient_buffer_waits(program: Program) -> Program:
-    """The waits of `gradient_waits`."""
+    """Adds the waits of `gradient_waits`."""
     sums = [gradient_sums(program, rank) for rank in range(program.ranks)]
     found = [gradient_waits(each, stages_sharing_memory(program, each)) for each in sums]
     waiting, waited = np.concatenate(found, axis=1)

@@ -1,4 +1,4 @@
-"""The fastest schedule for given costs and a memory limit: of the catalogue, or searched beyond it."""
+"""The fastest schedule for given costs and a memory limit, from the catalogue or searched beyond it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CostsOf = Callable[[Program], Costs | None]
 
 
 class Candidate(NamedTuple):
-    """A compute order within the limit. Times are in the unit of the costs, `end` that of what follows it in a step;
-    `peak` is in microbatches of all layers of a rank. `name` and `options` generate it; if the name is `auto` it was
-    searched, and `origin` says from what."""
+    """A compute order within the limit. Times are in the unit of the costs; `end` is the time of norm and optimizer,
+    which follow the compute. `peak` is in microbatches of all layers of a rank. `name` and `options` generate the
+    order; if the name is `auto`, it was searched, and `origin` says from what."""
 
     name: str
     options: ScheduleOptions
@@ -59,12 +59,12 @@ class Choice:
 
     @property
     def gap(self) -> float:
-        """By what share of its placement's bound the best one exceeds it."""
+        """By what share the best one exceeds the bound of its placement."""
         return max(getattr(self.best, self.objective) / self.bound.time - 1, 0.0)
 
     @property
     def best_known(self) -> Candidate | None:
-        """The best of the catalogue."""
+        """The best candidate from the catalogue."""
         return next((candidate for candidate in self.candidates if candidate.name != AUTO), None)
 
 
@@ -87,11 +87,13 @@ def choose(
     placement: Placement | None = None,
 ) -> Choice:
     """Tries every schedule, number of chunks and group, then searches; the least time of a step wins, then the least
-    memory. Costs of a placement have the end of its step: ranks that hold all parameters twice update them twice.
+    memory. A placement's costs include the end of its step, as ranks that hold all parameters twice also update them
+    twice.
 
-    The result is never slower than the catalogue. `effort` 0 skips the search. The limit is one of activations:
-    schedules that hold all parameters twice (dualpipe) are tried if `two_copies` (None: if there is no limit). With a
-    `placement` only orders of that one. Raises PentadError if nothing fits, and for options that it chooses itself.
+    The result is never slower than the catalogue. `effort` 0 skips the search. The memory limit counts activations
+    only, so schedules that hold all parameters twice (dualpipe) are tried only if `two_copies` (None: if there is no
+    limit). With a `placement`, only its orders are tried. Raises PentadError if nothing fits, and for options that it
+    chooses itself.
     """
     check_auto_options(options)
     limit = options.memory_limit
@@ -126,7 +128,7 @@ def choose(
 
 
 def describe(choice: Choice) -> str:
-    """One line: where the best one comes from, how it compares to the catalogue and to its bound."""
+    """One line: where the best candidate comes from, and how it compares to the catalogue and to its bound."""
     best, known = choice.best, choice.best_known
     options = "".join(f", {key} {value:g}" for key, value in best.options._asdict().items() if value is not None)
     source = f"{best.name} of the catalogue" if best.name != AUTO else f"searched from {best.origin}"
@@ -186,7 +188,7 @@ def _searched(
 
 
 def _candidate(name: str, options: ScheduleOptions, order: Program, costs: Costs, origin: str = "") -> Candidate:
-    """Times of the compute order; transfers never queue."""
+    """A candidate with the times of its compute order, in which transfers never queue."""
     times = compute_times(order, costs)
     makespan = max(spans[-1][1] for spans in times) - min(spans[0][0] for spans in times)
     longest = max(spans[-1][1] - spans[0][0] for spans in times)
@@ -195,7 +197,7 @@ def _candidate(name: str, options: ScheduleOptions, order: Program, costs: Costs
 
 
 def _rounded(time: float) -> float:
-    """Sums of the same costs in different orders compare equal."""
+    """Rounds, so that sums of the same costs in different orders compare equal."""
     return float(f"{time:.9g}")
 
 

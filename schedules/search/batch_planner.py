@@ -1,7 +1,7 @@
 """Which microbatch each sequence of a step goes to: a pure function of the sequences' costs.
 
-Longest-processing-time first (Graham, SIAM J. Appl. Math. 17, 1969) balances these; every plan has a lower bound that
-no other plan is under.
+Longest-processing-time first (Graham, SIAM J. Appl. Math. 17, 1969) balances the work; every plan comes with a lower
+bound for all plans.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Microbatch = tuple[int, ...]  # the numbers of its sequences
 
 
 class Balance(NamedTuple):
-    """Seconds of work of each replica or rank [n], when the last one ends, and the least that it could be."""
+    """Seconds of work of each replica or rank [n], when the last one ends, and a lower bound of that."""
 
     work: NDArray[np.float64]
     end: float
@@ -25,7 +25,7 @@ class Balance(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """The share by which the end may be later than that of the best plan."""
+        """By what share at most the end is later than that of the best plan."""
         return self.end / self.bound - 1 if self.bound else 0.0
 
 
@@ -42,11 +42,11 @@ class StaticPlan(NamedTuple):
 
 
 def balanced(seconds: NDArray[np.float64], micro_batch_size: int, replicas: int) -> StaticPlan:
-    """Sequences that take `seconds` [sequences], as many as fill the microbatches of all replicas.
+    """A plan for sequences that take `seconds` [sequences], just as many as fill the microbatches of all replicas.
 
-    Microbatches have costs as equal as longest-processing-time first gets them, and are dealt so that replicas have
-    equal work; a replica's are in descending order of cost, so that those that follow each other in a pipeline are
-    similar.
+    Longest-processing-time first makes microbatches of nearly equal cost, and deals these to replicas so that their
+    work is nearly equal. A replica's microbatches are in descending order of cost, so that neighbours in the pipeline
+    are similar.
     """
     count = len(seconds) // micro_batch_size
     filled = sorted(_dealt(seconds, count, micro_batch_size))
@@ -59,13 +59,13 @@ def balanced(seconds: NDArray[np.float64], micro_batch_size: int, replicas: int)
 
 
 def end_of(seconds: NDArray[np.float64], ep: int) -> float:
-    """When the last replica ends, from `seconds` [replicas, microbatches]: `ep` consecutive ones, which exchange tokens
-    of experts in every layer, begin and end a microbatch at once."""
+    """When the last replica ends, from `seconds` [replicas, microbatches]: `ep` consecutive replicas, which exchange
+    tokens of experts in every layer, begin and end a microbatch together."""
     return float(seconds.reshape(-1, ep, seconds.shape[1]).max(1).sum(1).max())
 
 
 def _dealt(seconds: NDArray[np.float64], parts: int, size: int) -> list[list[int]]:
-    """`size` items for each of the parts: the costliest first, to the part with least work of those with room."""
+    """Deals `size` items to each part: the costliest item first, each to the part with the least work that has room."""
     found: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0.0, part) for part in range(parts)]
     for item in np.argsort(-seconds, kind="stable").tolist():

@@ -76,7 +76,8 @@ class _Path:
 
 class _Rank:
     """A rank that runs `runs[stage]` microbatches of a stage and saves at most `capacity` activations of a chunk. `f`,
-    `b` and `w` are the costs of its instructions by stage, `work` that of all, each backward in the cheaper form."""
+    `b` and `w` are the costs of its instructions by stage; `work` is the cost of all, with each backward in the cheaper
+    form (B and W, or BW)."""
 
     def __init__(self, rank: int, runs: Counter[int], microbatches: int, capacity: float, costs: Costs) -> None:
         self.rank, self.runs, self.microbatches, self.capacity, self.costs = rank, runs, microbatches, capacity, costs
@@ -148,7 +149,7 @@ def _of_rank(rank: _Rank, path: _Path, objective: str) -> Iterator[Bound]:
 
 def _of_memory(rank: _Rank, path: _Path, head: float) -> Bound:
     """A microbatch is saved from its F to its B, half of it until its W, and only a limited number fit at once. A BW,
-    which differs from B and W if launches cost, does not save that half."""
+    which costs less than B and W if launches cost time, does not save that half."""
     half = 0.0 if rank.costs.launch else 0.5
     saved = sum(many * (rank.f[s] + path.turnaround[s] + half * rank.b[s]) for s, many in rank.runs.items())
     last = min(rank.w.values())

@@ -22,15 +22,15 @@ from pentad.schedules.search.batch_planner import Balance, balanced, end_of
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
 from pentad.schedules.spec.cp_layout import Document, Share, StepGroups, expert_ranks, part_of
 
-# Longest times of a document, over the least time of the step: the first ones need the fewest ranks for it.
+# The most that a document may take, relative to the least time of the step: the first ones need the fewest ranks.
 TARGETS = (2.0, 1.5, 1.2, 1.0, 0.85, 0.75, 0.6, 0.5, 0.42, 0.35, 0.25)
-TRIES = 6  # of them at most, those that may end first
-NARROWER = (2.0, 1.75, 1.5, 1.25)  # times its even share of tokens that a rank may hold, if it has room for more
-NEAR = 0.005  # a plan that could end earlier by a smaller share is not tried
+TRIES = 6  # how many of them are tried at most: those whose plans may end first
+NARROWER = (2.0, 1.75, 1.5, 1.25)  # tokens that a rank may hold, relative to its even share, if it has room for more
+NEAR = 0.005  # plans that could end earlier only by a smaller share are not tried
 
 
 def documents_of(rows: Sequence[NDArray[np.int64]]) -> tuple[Document, ...]:
-    """From the lengths of the documents in each row; empty ones are left out."""
+    """All documents, from the lengths of those in each row; empty ones are left out."""
     found = list[Document]()
     for row, lengths in enumerate(rows):
         ends = np.cumsum(lengths)
@@ -41,8 +41,8 @@ def documents_of(rows: Sequence[NDArray[np.int64]]) -> tuple[Document, ...]:
 
 @dataclass(eq=False)
 class _Group:
-    """The ranks of the pool that share `documents` of this many `tokens` in a microbatch. It cannot begin another
-    before `begin`, and its ranks have no more than `room` for it."""
+    """The ranks of the pool that share `documents`, of this many `tokens` in all, in a microbatch. The group cannot
+    begin another document before `begin`, and some rank of it has no more than `room` tokens for that."""
 
     microbatch: int
     ranks: tuple[int, ...]
@@ -52,13 +52,13 @@ class _Group:
     room: int = 0
 
     def added(self, tokens: int) -> int:
-        """Tokens that each rank gets of this many more."""
+        """How many more tokens each rank gets if this many are added."""
         return part_of(self.tokens + tokens, len(self.ranks)) - part_of(self.tokens, len(self.ranks))
 
 
 class _Dealt(NamedTuple):
-    """Where all documents are, those of one rank as `local[rank][microbatch]`, and the seconds of `work` of each
-    rank."""
+    """Where all documents are: in `groups` or, if on one rank, in `local[rank][microbatch]`; and the seconds of `work`
+    of each rank."""
 
     groups: list[_Group]
     local: list[list[list[int]]]
@@ -78,7 +78,8 @@ class _Dealt(NamedTuple):
 
 
 class _Widths(NamedTuple):
-    """Ranks of each document, `seconds` [documents] on them, and a time before which no plan with these ends."""
+    """The number of `ranks` of each document, its `seconds` [documents] on them, and the `earliest` time at which a
+    plan with these may end."""
 
     earliest: float
     ranks: NDArray[np.int64]
@@ -86,15 +87,15 @@ class _Widths(NamedTuple):
 
 
 def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int, ep: int = 1) -> tuple[StepGroups, Balance]:
-    """The documents of `rows` [rows of the step][documents] on the pool of batch.replicas x cp ranks, of which `ep`
-    replicas share the experts.
+    """Plans documents, whose lengths are `rows` [rows of the step][documents], on the pool of batch.replicas x cp
+    ranks, in which `ep` replicas share the experts.
 
     A rank holds at most `batch.capacity` tokens of a microbatch. What has no room in the microbatches of the rows goes
-    into more of them, if a step with a full batch may have more. Each document gets as many ranks as its tokens need,
-    and more where it would take long compared to the step. Of the plans for TARGETS, each also with NARROWER room, and
-    of the rows as they are on the static mesh, which always have room, the one with the earliest end. The ranks of a
-    group begin and end a microbatch at once, because they pass keys and values around in every layer, as do those that
-    exchange tokens of experts.
+    into further ones, which only a step with a full batch may have. Each document gets as many ranks as its tokens
+    need, and more where it would take long compared to the step. The result is the plan that ends first, among those
+    for TARGETS, each also with NARROWER room, and the rows as they are on the static mesh, which always have room. The
+    ranks of a group begin and end a microbatch together, because they pass keys and values around in every layer; so do
+    those that exchange tokens of experts.
     """
     costs = batch.document_costs
     assert costs is not None and batch.capacity
@@ -107,7 +108,7 @@ def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int, ep: int
     bounds = [_bound(lengths, ranks, pool, costs) for ranks in least]
     experts = [expert_ranks(rank, cp, ep) for rank in range(pool)]
     best, end = _static(documents, rows, batch, (cp, ep), costs)
-    used = dict[tuple[bytes, bytes], int]()  # room that a plan takes: with as much as that it is the same
+    used = dict[tuple[bytes, bytes], int]()  # room that a plan takes: with as much or more it is the same
     for room, ranks, bound in zip(rooms, least, bounds, strict=True):
         for widths in _widths(lengths, ranks, pool, costs, bound)[:TRIES]:
             for order in _orders(widths) if widths.earliest < end * (1 - NEAR) else ():
@@ -137,7 +138,7 @@ def _bound(lengths: NDArray[np.int64], least: NDArray[np.int64], pool: int, cost
 def _widths(
     lengths: NDArray[np.int64], least: NDArray[np.int64], pool: int, costs: DocumentCosts, bound: float
 ) -> list[_Widths]:
-    """For all TARGETS, those with which a plan may end first at the front."""
+    """The distinct widths for all TARGETS, sorted by when a plan with them may end."""
     ranks = [np.clip(_ranks_for(share * bound, lengths, pool, costs), least, pool) for share in TARGETS]
     found = list[_Widths]()
     for each in {its.tobytes(): its for its in ranks}.values():
@@ -148,7 +149,7 @@ def _widths(
 
 
 def _ranks_for(target: float, lengths: NDArray[np.int64], pool: int, costs: DocumentCosts) -> NDArray[np.int64]:
-    """[documents] the least ranks on which a document takes no longer than `target`, or all of the pool."""
+    """[documents] the fewest ranks on which a document takes no longer than `target`, or all of the pool."""
     received = costs.ring * lengths
     room = np.maximum(target - received, 1e-300)
     need = np.clip((costs.alone(lengths) - received) / room * (1 - 1e-12), 1, pool)
@@ -156,8 +157,8 @@ def _ranks_for(target: float, lengths: NDArray[np.int64], pool: int, costs: Docu
 
 
 def _orders(widths: _Widths) -> Iterable[NDArray[np.int64]]:
-    """Orders in which to deal documents: longest-processing-time first, which balances best, then the widest first,
-    which find most room."""
+    """Orders in which to deal documents: longest-processing-time first, which balances best, and widest first, which
+    finds most room."""
     number = np.arange(len(widths.ranks))
     longest = np.lexsort((number, -widths.ranks, -widths.seconds))
     widest = np.lexsort((number, -widths.seconds, -widths.ranks))
@@ -166,8 +167,9 @@ def _orders(widths: _Widths) -> Iterable[NDArray[np.int64]]:
 
 class _Table:
     """A plan in the making: seconds of `work` of each rank; by microbatch and rank, `room` for tokens, `seconds`, the
-    `most` seconds of those with which it exchanges tokens of `experts`, and whether it is in no group. The first of the
-    `microbatches` are filled before those up to the second. It is of no use if it does not end before `limit`."""
+    `most` seconds of those with which the rank exchanges tokens of `experts`, and whether it is in no group.
+    `microbatches` are how many are filled first, and how many there may be in all. A plan that does not end before
+    `limit` is of no use."""
 
     def __init__(
         self,
@@ -209,7 +211,7 @@ class _Table:
         part = part_of(length, count)
         begin, chosen = self._new(self.first, count, part, limit)
         for group in self.groups[count]:
-            if group.begin < begin and group.room >= part - 2:  # as when last seen: ends get later and room less
+            if group.begin < begin and group.room >= part - 2:  # as last seen: begin only grows, room only shrinks
                 self._update(group)
                 if group.begin < begin and group.room >= group.added(length):
                     begin, chosen = group.begin, group
@@ -220,10 +222,11 @@ class _Table:
         return True
 
     def _new(self, microbatches: range, count: int, part: int, limit: float) -> tuple[float, _Group | None]:
-        """A group of ranks with room for a part that can begin first, and when: before `limit`, or there is none."""
+        """When a new group of ranks with room for a part can begin first, and that group; None if not before
+        `limit`."""
         begin, chosen, work = limit, None, self.work
         for at in microbatches:
-            if work[self.idlest[count - 1]] >= begin:  # no microbatch is earlier
+            if work[self.idlest[count - 1]] >= begin:  # no microbatch can begin earlier
                 break
             room, is_alone = self.room[at], self.is_alone[at]
             free = (rank for rank in self.idlest if is_alone[rank] and room[rank] >= part)
@@ -261,8 +264,8 @@ class _Table:
         return True
 
     def _place(self, rank: int, document: int, seconds: float) -> None:
-        """Places a document in the microbatch that it prolongs least, of the rank's first ones with room, and of equal
-        ones in that with the least work; or else in the earliest other one with room."""
+        """Places a document in the microbatch that it prolongs least, of the first ones with room, and among equal ones
+        in that with the least work of the rank; if none has room, in the earliest further one that has."""
         length = self.lengths[document]
 
         def longer(at: int) -> tuple[int, float, float]:
@@ -285,7 +288,7 @@ class _Table:
         """Deals each document as `_keep` does, in descending order of length."""
         idlest = [(work, rank) for rank, work in enumerate(self.work)]
         heapify(idlest)
-        full = list[tuple[int, int]]()  # (room, rank) of those without room for the document, negative
+        full = list[tuple[int, int]]()  # (-room, rank) of those without room for the document
         for document in documents:
             length, seconds = self.lengths[document], times[document]
             while full and -full[0][0] >= length:
@@ -301,7 +304,7 @@ class _Table:
         return True
 
     def end(self) -> float:
-        """When the last rank is done: those of a group wait for each other, as do those that share the experts."""
+        """When the last rank is done: ranks of a group wait for each other, as do ranks that share experts."""
         ends, groups = [0.0] * len(self.pool), defaultdict[int, list[_Group]](list)
         for group in chain(*self.groups.values()):
             groups[group.microbatch].append(group)
@@ -315,7 +318,7 @@ class _Table:
         return max(ends)
 
     def _together(self, groups: Sequence[_Group]) -> Iterable[Iterable[int]]:
-        """The ranks that begin and end a microbatch with these groups at once."""
+        """The sets of ranks that begin and end a microbatch together, given its groups."""
         if len(self.experts[0]) == 1:
             return [group.ranks for group in groups]
         found = dict[int, set[int]]()

@@ -1,4 +1,4 @@
-"""Layers that move between pipeline stages, so that a slow rank has fewer of them."""
+"""Moves layers between pipeline stages, so that a slow rank has fewer of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.events import acyclic_events
 from pentad.schedules.simulate.simulate import simulate_step_time
 
-TRIED = 16  # moves that are simulated, of those of one layer
+TRIED = 16  # how many moves are simulated for each layer
 WorkOf = Callable[[Sequence[int]], Sequence[float]]  # work of each stage, in any unit, from its number of layers
 
 
 class LayerMoves(NamedTuple):
-    """`layers` of each stage, and the simulated seconds of a step `before`, with the present ones, and `after`."""
+    """`layers` of each stage, and the simulated seconds of a step with the present ones (`before`) and with these
+    (`after`)."""
 
     layers: tuple[int, ...]
     before: float
@@ -29,11 +30,11 @@ class LayerMoves(NamedTuple):
 
 
 def best_layers(program: Program, costs: Costs, layers: Sequence[int], work_of: WorkOf) -> LayerMoves:
-    """The layers of stages with the shortest simulated step that are found. `costs` are those of the present ones, and
+    """The layers of stages with the shortest simulated step found. `costs` are those of the present `layers`, and
     change with the work of a stage.
 
-    One layer after another leaves the busiest rank, as long as that lowers the loads of the ranks, busiest first: for
-    the stage with which the step is shortest, of the TRIED with the lowest loads.
+    Layers leave the busiest rank one by one, as long as that lowers the loads of the ranks, compared from the busiest
+    down. Each goes to the stage that makes the step shortest, of the TRIED with the lowest loads.
     """
     work, events = work_of(layers), acyclic_events(program)
 
@@ -64,7 +65,8 @@ def scaled(costs: Costs, factors: Sequence[float]) -> Costs:
 def _loads(
     program: Program, costs: Costs, layers: Sequence[int], work_of: WorkOf
 ) -> Callable[[Sequence[int]], list[float]]:
-    """What ranks compute for a microbatch, from the layers of stages; `costs` are those of the present `layers`."""
+    """A function from the layers of stages to what each rank computes for a microbatch; `costs` are those of the
+    present `layers`."""
     at, slowdown = costs.of_stages(program.units), costs.slowdown or (1.0,) * program.ranks
     columns = zip(at.forward, at.backward, at.weight, at.recompute or (0.0,) * len(layers), strict=True)
     rates = [sum(each) / work for each, work in zip(columns, work_of(layers), strict=True)]
@@ -80,7 +82,7 @@ def _loads(
 def _lower(
     layers: tuple[int, ...], loads: Callable[[Sequence[int]], list[float]], program: Program
 ) -> list[tuple[int, ...]]:
-    """All moves of a layer from the busiest rank that lower the loads, but for rounding, the lowest first."""
+    """All moves of a layer from the busiest rank that lower the loads by more than rounding, the lowest first."""
     now = loads(layers)
     busiest = _placement(program)[now.index(max(now))]
 

@@ -31,8 +31,8 @@ class Rule(NamedTuple):
 
 
 def in_flight_limits(problem: Problem, capacity: int, extra: float) -> tuple[float, ...]:
-    """By stage, its share of its rank's capacity, by how long a microbatch is saved there, plus `extra`; infinite
-    `extra`: no limit."""
+    """By stage, its share of its rank's capacity, in proportion to how long a microbatch is saved there, plus `extra`;
+    an infinite `extra` means no limit."""
     if extra == inf:
         return (inf,) * problem.stages
     forward, backward, _ = problem.durations
@@ -112,7 +112,7 @@ class _Scheduler:
         return self._decide(rank, now, best, weight, coming)
 
     def _decide(self, rank: int, now: int, best: int, weight: int, coming: list[tuple[int, float]]) -> int:
-        """Between the most urgent F or B whose input has arrived, a W, and waiting for what is coming."""
+        """Decides between the most urgent F or B whose input has arrived, a W, and waiting for what is coming."""
         ticks, rule = self.problem.ticks, self.rule
         if best >= 0:
             until = now + rule.patience * ticks[best]

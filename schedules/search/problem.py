@@ -24,7 +24,7 @@ DIGITS = 10  # of the largest cost that a tick resolves
 
 
 class Timing(NamedTuple):
-    """`starts` and `ends` by operation, in ticks; `sequence` lists all operations after what they need."""
+    """`starts` and `ends` by operation, in ticks; `sequence` lists every operation after those that it needs."""
 
     starts: list[int]
     ends: list[int]
@@ -53,7 +53,7 @@ class Problem:
 
     @cached_property
     def size(self) -> int:
-        """Operations of a kind."""
+        """The number of operations of each kind."""
         return self.stages * self.microbatches
 
     @property
@@ -91,8 +91,8 @@ class Problem:
 
     @cached_property
     def inputs(self) -> list[int]:
-        """By operation, the one whose result it reads: F of the stage before, B of the stage after, for the last stage
-        its own F; -1 for none. A W has none: the order of its rank puts it after its B."""
+        """By operation, the one whose result it reads: for F, that of the stage before; for B, that of the stage after
+        or, on the last stage, its own F; -1 for none. A W has none: the order of its rank puts it after its B."""
         size, many = self.size, self.microbatches
         forward = [-1] * many + list(range(size - many))
         backward = [*range(size + many, 2 * size), *range(size - many, size)]

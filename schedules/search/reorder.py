@@ -17,7 +17,8 @@ def reorder(
     program: Program, costs: Costs, options: ScheduleOptions, objective: Objective = "makespan", effort: int = EFFORT
 ) -> Program:
     """The best compute order found for the ranks of a lowered program, each with the stages that it has. `costs` are by
-    unit; a recomputation counts to the B that it precedes. Raises PentadError if no order is within the limit."""
+    unit; a recomputation counts as part of the B that it precedes. Raises PentadError if no order is within the
+    limit."""
     placement = stage_placement(program)
     if costs.recompute:
         backward = tuple(sum(each) for each in zip(costs.backward, costs.recompute, strict=True))
@@ -35,9 +36,9 @@ def stage_placement(program: Program) -> Placement:
 def adds_alike(one: Program, other: Program) -> bool:
     """Whether two proven programs add up the same gradients in the same order, and so train to the same bits.
 
-    Every proven program accumulates the gradients of a stage in microbatch order. What is left is where a stage is, the
-    units and slices that it is cut into, which of its holders computes a microbatch, and after which microbatches
-    holders reduce.
+    Every proven program accumulates the gradients of a stage in microbatch order. What else matters is where a stage
+    is, the units and slices that it is cut into, which of its holders computes a microbatch, and after which
+    microbatches holders reduce.
     """
     return _sums(one) == _sums(other) and one.compute_rank == other.compute_rank
 

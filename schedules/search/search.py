@@ -22,7 +22,7 @@ PATIENCES = (0.0, 0.5, 1.0)
 FILLS = (0.0, 0.5, 1.0)
 EXTRA_IN_FLIGHT = (0.5, inf, 1.0, 0.0, 1.5, 2.0)
 CAPACITIES = (1.0, 1.5, 2.0)  # in units of what 1F1B saves, where the limit is higher
-MOST_ORDERS = 5  # of a placement that tabu search starts from
+MOST_ORDERS = 5  # of a placement, from which tabu search starts
 MOST_TIMINGS = 3000  # of one placement's tabu search
 
 

@@ -120,7 +120,8 @@ class State:
         return State(self.problem, changed)
 
     def moves(self, rng: random.Random) -> Iterator[Move]:
-        """Into and out of both ends of each critical block, except the start of the first and the end of the last."""
+        """Moves into and out of both ends of each critical block, except the start of the first and the end of the
+        last."""
         for rank, low, high, first, last in self._critical_blocks(rng):
             codes = [each // self.problem.microbatches for each in self.orders[rank][low : high + 1]]
             if not last:
@@ -188,8 +189,8 @@ class State:
             index = high
 
     def legal(self, rank: int, low: int, high: int, *, right: bool) -> Iterator[Move]:
-        """The move of the operation at `low` to `high`, or else the other way, unless a B or W would precede what it
-        needs on its rank, or the capacity is exceeded."""
+        """The move of the operation at `low` to `high` or, if not `right`, of that at `high` to `low`, unless a B or W
+        would precede what it needs on its rank, or the capacity is exceeded."""
         size, old = self.problem.size, self.orders[rank][low : high + 1]
         many = self.problem.microbatches
         code = old[0 if right else -1] // many

@@ -1,4 +1,4 @@
-"""How long copies to and from the host may take before compute waits for them, by the deadlines of a program."""
+"""How long copies to and from the host may take before compute waits for them, given the deadlines of a program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 20  # of the bisection
 
 
 class _Copy(NamedTuple):
-    """`seconds` of a lane between `release` and `deadline`, at full length."""
+    """A copy that at full length takes `seconds` of its lane, between `release` and `deadline`."""
 
     release: float
     deadline: float
@@ -22,11 +22,12 @@ class _Copy(NamedTuple):
 
 
 def hidden_share(program: Program, costs: Costs) -> list[float]:
-    """By rank, the largest share, 0 to 1, of every copy's time with which no compute instruction waits for a copy.
+    """By rank, the largest share (0 to 1) such that no compute instruction waits if every copy takes that share of its
+    time.
 
-    An OFFLOAD may begin after its forward and must end before the instruction that takes over its memory, in a
-    pipeline long after; a RELOAD before the backward or the recomputation that reads it. The copies of a lane run one
-    after another.
+    An OFFLOAD may begin after its forward and must end before the instruction that takes over its memory, which in a
+    pipeline comes long after; a RELOAD before the backward or the recomputation that reads it. The copies of a lane run
+    one after another.
     """
     without = costs.with_offload((0.0,) * program.stages)
     spans = {(span.rank, span.name): span for span in simulate(program, without).spans}

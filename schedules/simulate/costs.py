@@ -27,12 +27,12 @@ class Costs:
     `forward`, `backward` (input gradients only) and `weight` (weight gradients) hold one entry per stage, for one
     microbatch; so do `recompute` (empty: as `forward`; 0: nothing is launched), `offload`, the time of one OFFLOAD or
     RELOAD (empty: 0), `reduce`, that of an all-reduce of the stage's gradients (empty: 0), and `gather`, that of an
-    all-gather of its weights (empty: half of `reduce`). A REDUCE_SCATTER takes half of `reduce`, the last one of a step
-    and stage also `reduce_replicas`, in which replicas of a shard add up their gradients (empty: 0).
-    With sliced sequences an entry is for one slice: all slices cost the same, although under a causal mask later ones
-    attend to more tokens. `transfer` is one activation or gradient sent to another rank, `norm` and `step` the end of a
-    step (`norm` also that of an evaluation), `validate_step` the update of master weights that post-validation makes
-    in the next step; `launch` is added to every compute instruction.
+    all-gather of its weights (empty: half of `reduce`). A REDUCE_SCATTER takes half of `reduce`; the last one of a
+    stage in a step also takes `reduce_replicas`, in which replicas of a shard add up their gradients (empty: 0). With
+    sliced sequences an entry is for one slice: all slices cost the same, although under a causal mask later ones attend
+    to more tokens. `transfer` is one activation or gradient sent to another rank, `norm` and `step` the end of a step
+    (`norm` also that of an evaluation), `validate_step` the update of master weights that post-validation makes in the
+    next step; `launch` is added to every compute instruction.
 
     `slowdown` holds a factor per pipeline rank for its compute, launches included (empty: 1), and
     `links[source][target]` the time of a transfer between two pipeline ranks (empty: `transfer`).
@@ -100,7 +100,7 @@ class Costs:
         return replace(self, **by_stage)
 
     def seconds(self, instruction: Instruction) -> float:
-        """Time of one instruction on a rank of normal speed, without waiting, and `reduce_replicas`."""
+        """Time of one instruction on a rank of normal speed, without waiting and without `reduce_replicas`."""
         stage = instruction.stage
         match instruction.op:
             case Op.F:
@@ -122,7 +122,7 @@ class Costs:
                 return self.reduce[stage] if self.reduce else 0.0
             case Op.ALL_GATHER if self.gather:
                 return self.gather[stage]
-            case Op.REDUCE_SCATTER | Op.ALL_GATHER:  # an all-reduce is one after another
+            case Op.REDUCE_SCATTER | Op.ALL_GATHER:  # an all-reduce is one after the other
                 return self.reduce[stage] / 2 if self.reduce else 0.0
             case Op.NORM | Op.LOSS:
                 return self.norm
@@ -167,7 +167,7 @@ class Costs:
 
 
 def instruction_seconds(program: Program, costs: Costs) -> Array:
-    """`costs.seconds_on` for every row of a program."""
+    """`costs.seconds_on` for every row of a program, including `reduce_replicas`."""
     columns = program.columns
     table = np.zeros((len(OPS), program.stages + 1))  # [op, stage]; the last column is for stage -1
     for code in np.flatnonzero(np.bincount(columns.op, ~(IS_SEND | IS_RECEIVE)[columns.op])).tolist():

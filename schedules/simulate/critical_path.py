@@ -59,8 +59,8 @@ def critical_path(program: Program, costs: Costs) -> tuple[Segment, ...]:
     """A chain from time 0 to the end of the last instruction in which each starts when the one before it ends.
 
     It includes the last reductions, the norm and the optimizer step; if these cost nothing its length is the makespan.
-    A transfer appears as the end that arrived last, as its send if both arrived together. Of several critical paths
-    it is one.
+    A transfer appears as the end that arrived last, or as its send if both arrived together. If there are several
+    critical paths, it is one of them.
     """
     events, columns = acyclic_events(program), program.columns
     times = event_times(program, events, costs)

@@ -15,7 +15,7 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs, hops, instruction_seconds
 from pentad.schedules.simulate.toposort import Graph, Levels, earliest_times, topological_levels
 
-# By the lookup of a program, which is simulated at one cost after the other.
+# Cached by the lookup of a program, as a program is simulated at many costs.
 _edges = WeakKeyDictionary[Lookup, tuple[Array, Array, Array, Array]]()
 _levels = WeakKeyDictionary[Lookup, Levels]()
 
@@ -77,7 +77,8 @@ def compute_graph(program: Program, costs: Costs) -> Graph:
 
 
 def _edges_of(program: Program) -> tuple[Array, Array, Array, Array]:
-    """Of `compute_graph`: earlier and later action; of the last ones, which are transfers, sender and receiver."""
+    """The edges of `compute_graph`: earlier and later actions; and, for the last edges, which are transfers, sender and
+    receiver."""
     columns = program.columns
     reader, producer = data_dependencies(program)
     source, target, earlier = columns.rank[producer], columns.rank[reader], columns.action[producer]
@@ -92,7 +93,7 @@ def _edges_of(program: Program) -> tuple[Array, Array, Array, Array]:
 
 
 def action_seconds(program: Program, costs: Costs) -> Array:
-    """Of every action; those of an overlapped pair are summed."""
+    """Seconds of every action; those of an overlapped pair are summed."""
     columns, seconds = program.columns, instruction_seconds(program, costs)
     found: Array = seconds[columns.action_row]
     pairs = np.flatnonzero(columns.is_second)

@@ -1,9 +1,9 @@
-"""Steps whose compute deviates from its costs, on any number of replicas: what a step takes in 5 to 95 % of them.
+"""How long steps take if compute deviates from its costs, on any number of replicas: quantiles from 5 to 95 %.
 
-Replicas run the same program, so one is simulated, many times with drawn factors:
+Replicas run the same program, so one is simulated many times, with random factors:
 
 - Ranks that split a layer (tp, cp, ep) wait for each other inside every instruction, which takes the longest of their
-  drawn times. The clock of a rank deviates in all of a step, and every instruction besides.
+  drawn times. A rank's clock deviates for a whole step, and each instruction in addition.
 - Ranks of a pipeline wait for each other where the program has them wait.
 - Replicas wait for each other once a step, at the last reduction. So a step of R replicas takes as long as the longest
   of R independent ones: if one takes at most t with probability p(t), all do with p(t)^R. Sums of many drawn times are
@@ -29,7 +29,7 @@ QUANTILES = (0.05, 0.5, 0.95)
 
 @dataclass(frozen=True)
 class Deviations:
-    """Standard deviations of logarithms of compute seconds: of an `instruction`, and of a `rank` in all of a step."""
+    """Standard deviations of logarithms of compute seconds: of an `instruction`, and of a `rank` for a whole step."""
 
     instruction: float
     rank: float
@@ -44,7 +44,8 @@ class StepBand(NamedTuple):
 
 
 def drawn_factors(program: Program, deviations: Deviations, together: int, random: np.random.Generator) -> Array:
-    """A factor for the seconds of each row of a replica in a step, where `together` ranks split every instruction."""
+    """[rows] a random factor for the seconds of each row in a step of a replica, where `together` ranks split every
+    instruction."""
     columns, factors = program.columns, np.ones(program.columns.rows)
     rows = columns.rows_of(op_mask(RUNS_KERNELS))
     clocks = deviations.rank * random.standard_normal((program.ranks, together))
@@ -56,7 +57,7 @@ def drawn_factors(program: Program, deviations: Deviations, together: int, rando
 def replica_seconds(
     program: Program, events: Events, seconds: Array, deviations: Deviations, together: int, draws: int, seed: int = 0
 ) -> Array:
-    """Seconds of so many steps of one replica, whose rows take `seconds` without deviations."""
+    """[draws] seconds of random steps of one replica, whose rows take `seconds` without deviations."""
     random, columns = np.random.default_rng(seed), program.columns
     first, second = np.zeros((2, len(events.action), draws))
     pairs = np.flatnonzero(columns.is_second)
@@ -70,7 +71,7 @@ def replica_seconds(
 
 
 def band_of(steps: Array, replicas: int) -> StepBand:
-    """Of so many replicas, from at least two steps of one."""
+    """The band for this many replicas, from at least two `steps` of one."""
     mean, deviation = float(np.mean(steps)), float(np.std(steps, ddof=1))
     normal = NormalDist()
     return StepBand(*(mean + deviation * normal.inv_cdf(each ** (1 / replicas)) for each in QUANTILES))

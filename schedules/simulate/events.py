@@ -130,7 +130,7 @@ def _norm_chain(program: Program) -> tuple[Array, Array]:
 
 def _waits(program: Program, *, blocking_host: bool) -> tuple[Array, Array]:
     columns, waited = program.columns, program.lookup.wait_targets
-    if blocking_host:  # the host order has the other waits
+    if blocking_host:  # the host's order covers the other waits
         rest = ~ON_COMPUTE_LANE.take(columns.op[waited])
         return columns.action[waited[rest]], columns.action[columns.wait_row[rest]]
     return columns.action[waited], columns.action[columns.wait_row]

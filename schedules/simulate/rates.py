@@ -1,4 +1,5 @@
-"""What a rank and its links attain, assumed or measured by `pentad calibrate`: the figures that costs are made from."""
+"""What a rank and its links attain, assumed or measured by `pentad calibrate`: the figures from which costs are
+derived."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from typing import Any, NamedTuple
 
 # Outermost first: replicas communicate once a step only.
 HOST_ORDER = ("dp", "pp", "ep", "cp", "tp")
-NOTABLY = 1.02  # times as fast: less is noise, and every change of a kernel changes the last bits of results
+NOTABLY = 1.02  # times as fast: less is noise, and switching kernels changes the last bits of results
 Curve = tuple[tuple[float, float], ...]  # (size, rate) in ascending order of sizes, not empty
 
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Seconds of the implementations of an operation, of which the first one usually is the fastest (kernels/). `sizes`
-    are those of a rank: of attention sequences, tokens of one, heads, key-value heads, and the widths of queries and of
-    values; of grouped products rows, experts, n and k."""
+    """Seconds of the implementations of an operation (kernels/), of which the first is usually the fastest. `sizes` are
+    those of a rank: for attention, sequences, tokens of a sequence, heads, key-value heads, and the widths of queries
+    and of values; for grouped products, rows, experts, n and k."""
 
     op: str
     sizes: tuple[int, ...]
@@ -27,27 +28,27 @@ class KernelTimes:
 
     @property
     def key(self) -> tuple[str | int, ...]:
-        """What kernels look up: without the numbers of tokens."""
+        """The key that kernels look up, without the numbers of tokens."""
         return self.op, *(self.sizes[2:] if "attention" in self.op else self.sizes[1:])
 
     @property
     def fastest(self) -> str:
-        """The usual one, unless another takes NOTABLY less."""
+        """The usual implementation, unless another is NOTABLY faster."""
         usual, least = self.seconds[0], min(self.seconds, key=lambda each: each[1])
         return least[0] if NOTABLY * least[1] < usual[1] else usual[0]
 
 
 class KernelChoice(NamedTuple):
-    """What ranks use (precision.kernels): 'auto', the `measured` ones by the keys of KernelTimes, and otherwise those
-    that usually are the fastest; or 'torch', 'triton' or 'cudnn'. `cudnn_frontend`: whether these may be cuDNN's
-    deterministic backward of attention, for which ranks need its Python frontend."""
+    """The kernels that ranks use (precision.kernels): 'torch', 'triton', 'cudnn', or 'auto': those `measured` as
+    fastest, by the keys of KernelTimes, or else those that usually are. `cudnn_frontend`: whether they may include
+    cuDNN's deterministic backward of attention, for which ranks need its Python frontend."""
 
     name: str = "auto"
     measured: tuple[tuple[tuple[str | int, ...], str], ...] = ()
     cudnn_frontend: bool = False
 
     def of(self, key: tuple[str | int, ...]) -> str:
-        """The measured one, '' if nothing is known."""
+        """The kernel measured as fastest, '' if nothing is known."""
         return dict(self.measured).get(key, "")
 
 
@@ -68,8 +69,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """A link by kind of operation; `send` also stands for the hops of a ring. Bytes are those that a ring algorithm
-    sends on one rank."""
+    """A link by kind of operation; `send` also stands for the hops of a ring. Bytes are those that each rank sends in a
+    ring algorithm."""
 
     all_gather: Link
     reduce_scatter: Link
@@ -82,8 +83,8 @@ class Links:
         return Links(*(Link(latency, bandwidth) for _ in range(5)))
 
     def shared(self, ranks: int, most: Links) -> Links:
-        """Where this many ranks of a collective are on a host: bytes that pass from rank to rank use the links of all
-        of them, up to those on the host; sends and exchanges each rank its own."""
+        """The links if this many ranks of a collective are on a host: collectives in a ring use the links of all of
+        them, up to the bandwidth of `most`; in sends and exchanges each rank uses its own."""
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         bandwidths = {kind: min(ranks * self.of(kind).bandwidth, most.of(kind).bandwidth) for kind in kinds}
         return replace(self, **{kind: Link(self.of(kind).latency, each) for kind, each in bandwidths.items()})
@@ -113,11 +114,11 @@ class ExpertRates:
 
     @staticmethod
     def uniform(forward: float, backward: float, weight: float) -> ExpertRates:
-        """Without a difference between numbers of rows."""
+        """The same for any number of rows."""
         return ExpertRates(*(((1.0, flops),) for flops in (forward, backward, weight)))
 
     def at(self, rows: float) -> tuple[float, float, float]:
-        """Of F, B and W. With fewer rows than the first point has, an expert takes as long as there: it reads its
+        """FLOP/s of F, B and W. With fewer rows than at the first point, an expert takes as long as there: it reads its
         matrices, or adds to their gradients, all the same."""
         forward, backward, weight = (
             min(1.0, rows / curve[0][0]) * rate_at(curve, rows) for curve in (self.forward, self.backward, self.weight)
@@ -127,15 +128,15 @@ class ExpertRates:
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s of products by FLOPs of a product, in the dtype of compute and with one scale for each factor in 8 bits
-    (`products_8bit`, empty: unknown); of experts, in the dtype of compute and, where they are known, in 8 bits with
-    scales of blocks; of attention.
-    Bytes/s of copies in a rank's memory, of what layers do besides products, and of an optimizer's update. Links inside
-    layers to ranks on the host and to other hosts, those of transfers and ZeRO on a host where no operation leaves it
-    (`peer`), and to host memory.
-    Seconds to launch an instruction, and of the host to issue exchanges inside a layer (`issue`; `peer_issue`: by peer
-    copies, where no rank is on another host), and F, B and W of a layer without any (`layer_issue`). `source` says
-    where they come from. The share of tp's bytes that products hide, and the order of axes in which ranks fill hosts.
+    """FLOP/s of products, by FLOPs of a product: in the compute dtype, and in 8 bits with one scale for each factor
+    (`products_8bit`; empty: unknown). FLOP/s of experts, in the compute dtype and, where known, in 8 bits with scales
+    of blocks; and of attention. Bytes/s of copies in a rank's memory, of what layers do besides products
+    (`elementwise`), and of an optimizer's update. Links inside layers to ranks on the same host and on other hosts,
+    links of transfers and ZeRO on a host if no operation leaves it (`peer`), and the link to host memory. Seconds to
+    launch an instruction; those that the host takes to issue exchanges inside a layer (`issue`; `peer_issue`: by peer
+    copies, if no rank is on another host), and F, B and W of a layer without exchanges (`layer_issue`). `source` says
+    where the figures come from, `tp_hidden` is the share of tp's bytes that products hide, and `host_order` the order
+    of axes in which ranks fill hosts.
     """
 
     products: Curve
@@ -158,7 +159,7 @@ class Rates:
     host_order: tuple[str, ...] = HOST_ORDER
 
     def __hash__(self) -> int:
-        """Of what most rates differ in: many caches have them in their keys."""
+        """Covers only what usually differs, for speed: many caches have rates in their keys."""
         return hash((self.source, self.memory, self.launch, self.issue))
 
     @property
@@ -175,7 +176,7 @@ class Rates:
         return self.flops if name == "flops" else float(getattr(self, name).all_gather.bandwidth)
 
     def scaled(self, name: str, times: float) -> Rates:
-        """With all that `typical` stands for that many times as fast."""
+        """Rates in which all that `typical(name)` stands for is that many times as fast."""
         if name != "flops":
             names = ("intra_host", "peer") if name == "intra_host" else (name,)
             changed: dict[str, Any] = {each: _scaled_links(getattr(self, each), times) for each in names}
@@ -208,7 +209,7 @@ def rate_at(curve: Curve, size: float) -> float:
 
 
 def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
-    """The latency and bandwidth with the least squares of relative errors; no latency is below 0."""
+    """The latency and bandwidth with the least squares of relative errors; the latency is at least 0."""
     weights = [each**-2 for each in seconds]
     total = sum(weights)
     size = sum(weight * each for weight, each in zip(weights, sizes, strict=True)) / total
@@ -216,7 +217,7 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
     rows = list(zip(weights, sizes, seconds, strict=True))
     variance = sum(weight * (each - size) ** 2 for weight, each, _ in rows)
     slope = sum(weight * (each - size) * (second - took) for weight, each, second in rows) / variance
-    if slope <= 0 or took < slope * size:  # noise: through the origin
+    if slope <= 0 or took < slope * size:  # noise: fit through the origin
         slope = sum(w * each * second for w, each, second in rows) / sum(w * each**2 for w, each, _ in rows)
         return Link(0.0, 1 / slope)
     return Link(took - slope * size, 1 / slope)

@@ -14,8 +14,8 @@ from pentad.schedules.simulate.timeline import Span, Timeline, attributed_second
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:
     """Measured costs: medians over the spans of an op on a stage, or None if a stage lacks an op of the program.
 
-    BW counts half for each of B and W, and `attributed_seconds` divides the time of overlapped pairs. Collectives count
-    their shortest span, since the others contain waiting, and transfers the time in which both ends take part.
+    Half of a BW counts as B and half as W, and `attributed_seconds` divides the time of overlapped pairs. Collectives
+    count their shortest span, since the others contain waiting, and transfers the time in which both ends take part.
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     for span, took in attributed_seconds(timeline.spans):
@@ -56,8 +56,8 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
 
 
 def _transfers(spans: Sequence[Span]) -> list[float]:
-    """Seconds of each transfer: a receive may begin long before its sender has anything to send, and a send before its
-    receiver has a free slot."""
+    """Seconds of each transfer while both ends take part: a receive may begin long before its sender has anything to
+    send, and a send before its receiver has a free slot."""
     begun = {}
     for span in (span for span in spans if span.op in SENDS):
         stage = span.stage + (1 if span.op == Op.SEND_F else -1)

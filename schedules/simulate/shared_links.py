@@ -1,9 +1,9 @@
-"""Operations that use a link at once share it, and take longer: seconds of instructions with that.
+"""Seconds of instructions if operations that use a link at the same time share it, and so take longer.
 
 A rank has links of its own, each with two directions. An operation keeps a link busy for a share of its time: a
 transfer for nearly all of it, the F of a stage while its layers exchange rows. Where shares u_1, u_2, ... meet on a
 link, operation i runs at 1 / (1 + u_i * (the sum of the others)) of its speed: n transfers at 1/n each, and what uses
-no link at its own speed. An operation on several links runs at the speed of the slowest.
+no link at full speed. An operation on several links runs at the speed of the slowest.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Shares = tuple[float, ...]  # of an operation's time, by link
 
 @dataclass(frozen=True)
 class LinkShares:
-    """The share of its time that an operation keeps each of its rank's links busy, 0 to 1: by op and stage, and of
-    transfers (in one direction; all others use both). Ops that are missing use no link."""
+    """The share of its time (0 to 1) for which an operation keeps each of its rank's links busy: by op and stage, and
+    for transfers, which use one direction; all others use both. Ops that are missing use no link."""
 
     by_stage: dict[Op, tuple[Shares, ...]]
     transfer: Shares
 
     @property
     def links(self) -> int:
-        """Of a rank."""
+        """The number of links of a rank."""
         return len(self.transfer)
 
 
 def shared_seconds(program: Program, events: Events, costs: Costs, shares: LinkShares) -> Array:
-    """What each row of a program takes in a step in which links are shared, otherwise at these costs (see
-    `event_times`)."""
+    """Seconds of each row of a program, for `event_times`: what it takes at these costs in a step in which links are
+    shared."""
     columns = program.columns
     seconds = instruction_seconds(program, costs)
     first, second = seconds[columns.action_row][events.action], np.zeros(len(events.action))
@@ -74,7 +74,7 @@ def _uses(
 
 
 def _longer(events: Events, own: Array, uses: list[list[tuple[int, float]]]) -> Array:
-    """How many times as long as `own` each event takes: from event to event, in the order of time."""
+    """How many times as long as `own` each event takes, by going through the step from event to event."""
     count, graph = len(own), events.graph
     successors: list[list[int]] = [[] for _ in range(count)]
     for source, target in zip(graph.source.tolist(), graph.target.tolist(), strict=True):
@@ -85,7 +85,7 @@ def _longer(events: Events, own: Array, uses: list[list[tuple[int, float]]]) -> 
     version, ends = [0] * count, list[tuple[float, int, int]]()
 
     def follow(event: int, now: float) -> None:
-        """Has an event run at the speed that its links now allow."""
+        """Makes an event run at the speed that its links now allow."""
         left[event] -= (now - since[event]) * speed[event]
         slowest = max((1 + u * (sum(running[link].values()) - u) for link, u in uses[event]), default=1.0)
         speed[event], since[event], version[event] = 1 / slowest, now, version[event] + 1

@@ -84,7 +84,7 @@ def unpack(data: bytes) -> tuple[ProfileEvent, ...]:
 
 
 def longest(events: Sequence[ProfileEvent], most: int) -> list[ProfileEvent]:
-    """At most so many: first of the kinds that come first in KINDS, and the longest of them; in their order."""
+    """At most `most` events, in their order: those whose kinds come first in KINDS, and the longest of a kind."""
     if len(events) <= most:
         return list(events)
     order = sorted(range(len(events)), key=lambda i: (KINDS.index(events[i].kind), -events[i].nanoseconds))
@@ -92,7 +92,7 @@ def longest(events: Sequence[ProfileEvent], most: int) -> list[ProfileEvent]:
 
 
 def nested(events: Iterable[ProfileEvent]) -> list[list[ProfileEvent]]:
-    """Rows in which each event either contains another one or does not overlap it: one row for what a thread did."""
+    """Rows in which any two events nest or do not overlap: a single row for what a thread did."""
     rows, open_ends = list[list[ProfileEvent]](), list[list[int]]()
     for event in sorted(events, key=lambda event: (event.start, -event.nanoseconds)):
         for ends in open_ends:
@@ -136,8 +136,8 @@ OUTSIDE = "outside operators"
 
 
 def op_times(ranks: Iterable[Sequence[ProfileEvent]]) -> tuple[OpTime, ...]:
-    """The kernels of ranks that have any, and the operators of the others' hosts, without those that they call and with
-    what an instruction takes outside of them; added up over ranks, the longest first."""
+    """Times of kernels on ranks that have any, and of host operators on the others: each operator without those that it
+    calls, and the time of instructions outside of operators. Added up over ranks, the longest first."""
     calls, seconds = dict[tuple[str, str], int](), dict[tuple[str, str], int]()
     for events in ranks:
         kernels = [(event, event.nanoseconds) for event in events if event.kind == KERNEL]

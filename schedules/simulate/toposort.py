@@ -84,7 +84,7 @@ def _one_by_one(first: list[int], successors: list[int], missing: list[int]) -> 
 
 def earliest_times(graph: Graph, levels: Levels, first: Array, second: Array) -> tuple[Array, Array]:
     """Start and end of every event; event k lasts `first[k]` and then `second[k]` seconds. In a wide graph without
-    delays these may be rows of as many simulations at once."""
+    delays both may be [events, simulations], for several simulations at once."""
     by_target, edges = grouped(graph.target, graph.events)
     if not levels.bounds:
         return _times_one_by_one(graph, levels.order, first, second)
@@ -115,7 +115,7 @@ def earliest_times(graph: Graph, levels: Levels, first: Array, second: Array) ->
 def _times_one_by_one(graph: Graph, order: Array, first: Array, second: Array) -> tuple[Array, Array]:
     by_target, bounds = grouped(graph.target, graph.events)
     # Events are renumbered by their order, from 1. Nearly all have at most two predecessors, and no delays; a missing
-    # one is number 0, which ends at 0. Other edges are looked at apart.
+    # one is number 0, which ends at 0. Other edges are handled separately.
     number = np.zeros(graph.events, int)
     number[order] = np.arange(1, len(order) + 1)
     sources, target = np.append(number[graph.source[by_target]], 0), graph.target[by_target]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 class RampupStage(NamedTuple):
-    """So many `steps` with batches of `global_batch_size` sequences."""
+    """`steps` steps with batches of `global_batch_size` sequences."""
 
     global_batch_size: int
     steps: int
@@ -59,7 +59,7 @@ class BatchSizes:
 
 
 class DocumentCosts(NamedTuple):
-    """Seconds (or FLOPs: only ratios matter) of a document by its tokens. `ring` is for every token that a context rank
+    """Seconds (or FLOPs: only ratios matter) of a document by its tokens. `ring` is per token that a context rank
     receives from another."""
 
     quadratic: float
@@ -92,7 +92,7 @@ class BatchSpec:
     of their documents (None: in the order in which they are drawn). With a `capacity`, documents are dealt to groups of
     the dp x ep x cp ranks instead, each of which then holds at most this many tokens of a microbatch (0: sequences are
     dealt). A pipeline may then have more microbatches in a step with a full batch: up to the last of `longer`, the
-    numbers that there are programs for besides, in ascending order.
+    larger numbers for which there are programs, in ascending order.
     """
 
     global_batch_size: int
@@ -135,6 +135,6 @@ class BatchSpec:
 
 
 def batch_of(step: int, skipped: Sequence[tuple[int, int]]) -> int:
-    """The batch, from 0, that a step trains on: before step `first` of each (first, count) in `skipped` as many batches
-    are left out. A pure function, so a resumed or repaired run trains on the same samples."""
+    """The batch, from 0, that a step trains on: for each (first, count) in `skipped`, `count` batches are left out
+    before step `first`. A pure function, so a resumed or repaired run trains on the same samples."""
     return step + sum(count for first, count in skipped if first <= step)

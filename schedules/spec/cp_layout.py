@@ -3,7 +3,8 @@
 'contiguous': rank r of cp holds the r-th of cp equal chunks, so in causal attention the last rank does 2 cp - 1 times
 the work of the first. 'zigzag': of 2 cp equal chunks, rank r holds the r-th and the (2 cp - 1 - r)-th, in this order,
 and all ranks do the same work (arXiv 2407.21783, section 3.3.2; striped attention, arXiv 2311.09431, has the same aim).
-Of documents packed into a sequence each is cut into 2 cp chunks (WLB-LLM, arXiv 2503.17924): see `document_chunks`.
+If documents are packed into a sequence, each is cut into 2 cp chunks (WLB-LLM, arXiv 2503.17924): see
+`document_chunks`.
 
 The documents packed into a sequence are given by their first positions, in ascending order, starting with 0.
 """
@@ -32,9 +33,9 @@ class Document(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a rank of a pool has in a microbatch: the numbers of documents that it shares with the other `ranks` of its
-    group, joined to one sequence in the zigzag layout, and of those that are its own. Keys and values pass through the
-    ranks in their order."""
+    """What a rank of a pool has in a microbatch: the numbers of the documents that it shares with the other `ranks` of
+    its group, joined into one sequence in the zigzag layout, and of its own. Keys and values pass around `ranks` in
+    this order."""
 
     ranks: tuple[int, ...]
     shared: tuple[int, ...]
@@ -48,21 +49,21 @@ class StepGroups(NamedTuple):
     shares: tuple[tuple[Share, ...], ...]
 
     def trimmed(self, least: int) -> StepGroups:
-        """Without the last microbatches in which no rank has a document, down to the `least` number."""
+        """Without the last microbatches if no rank has a document in them, but with at least `least`."""
         count = len(self.shares)
         while count > least and not any(share.shared or share.local for share in self.shares[count - 1]):
             count -= 1
         return self._replace(shares=self.shares[:count])
 
     def microbatches(self, cp: int, ep: int) -> list[int]:
-        """That each rank of the pool runs: in which it, or one with which it exchanges tokens of experts, has a
-        document."""
+        """How many microbatches each rank of the pool runs: those in which it, or a rank with which it exchanges tokens
+        of experts, has a document."""
         held = [[bool(share.shared or share.local) for share in shares] for shares in self.shares]
         peers = [expert_ranks(rank, cp, ep) for rank in range(len(self.shares[0]))]
         return [sum(any(each[peer] for peer in its) for each in held) for its in peers]
 
     def padded_tokens(self, microbatch: int, ranks: Sequence[int], tp: int) -> tuple[int, ...]:
-        """That each of `ranks`, which run a microbatch together, holds of it with padding that tp ranks divide: none
+        """Tokens that each of `ranks`, which run a microbatch together, holds of it, padded to a multiple of tp: none
         unless one of them has a document, and then at least one on each tp rank."""
         found = [self.tokens(self.shares[microbatch][rank]) for rank in ranks]
         return tuple(max(tp, count + -count % tp) if any(found) else 0 for count in found)
@@ -72,13 +73,13 @@ class StepGroups(NamedTuple):
         return [self.documents[number].length for number in numbers]
 
     def tokens(self, share: Share) -> int:
-        """That a rank holds of its share, with the padding that makes the parts of a sequence equally long."""
+        """Tokens that a rank holds of its share, with the padding that makes the parts of a sequence equally long."""
         return part_of(sum(self.lengths(share.shared)), len(share.ranks)) + sum(self.lengths(share.local))
 
 
 def expert_ranks(rank: int, cp: int, ep: int) -> range:
-    """The ranks of a pool, which has those of dp x ep x cp in this order, with which one exchanges tokens of experts,
-    itself included."""
+    """The ranks, itself included, with which a rank exchanges tokens of experts, in a pool that numbers dp x ep x cp
+    ranks in this order."""
     first = rank - rank // cp % ep * cp
     return range(first, first + ep * cp, cp)
 
@@ -91,10 +92,10 @@ def part_of(tokens: int, ranks: int) -> int:
 def document_chunks(lengths: ArrayLike, cp: int) -> NDArray[np.int64]:
     """[documents, 2 cp + 1] the borders within each document of the chunks that it is cut into.
 
-    Chunks of a document differ by at most one token. What is left over by equal ones is dealt to the chunks in turn,
-    each document going on where the one before it ended. So there are as many tokens of each chunk, 1 / (2 cp) of all,
-    and the work of any two ranks differs by less than two pairs of a query and a key for each token. Raises PentadError
-    unless 2 cp divides the number of all tokens."""
+    Chunks of a document differ by at most one token. What equal chunks leave over is dealt to the chunks in turn, each
+    document continuing where the one before it ended. So each of the 2 cp chunks gets 1 / (2 cp) of all tokens, and the
+    work of any two ranks differs by less than two query-key pairs per token. Raises PentadError unless 2 cp divides the
+    number of all tokens."""
     tokens, parts = np.asarray(lengths, np.int64), 2 * cp
     if tokens.sum() % parts:
         raise PentadError(f"documents of {tokens.sum()} tokens: expected a multiple of 2 x {cp} ranks for equal chunks")
@@ -109,12 +110,12 @@ def zigzag(cp: int, rank: int) -> tuple[int, int]:
 
 
 def document_lengths(starts: Sequence[int], length: int) -> NDArray[np.int64]:
-    """[documents] of a sequence."""
+    """[documents] the lengths of the documents of a sequence."""
     return np.diff([*starts, length])
 
 
 def _equal_parts(length: int, cp: int, layout: CpLayout) -> int:
-    """In how many a sequence is divided. Raises PentadError when they are not equal."""
+    """The number of parts that a sequence is divided into. Raises PentadError if they are not equal."""
     parts = 1 if cp == 1 else 2 * cp if layout == "zigzag" else cp
     if length % parts:
         factor = "2 x mesh.cp" if layout == "zigzag" else "mesh.cp"
@@ -123,8 +124,8 @@ def _equal_parts(length: int, cp: int, layout: CpLayout) -> int:
 
 
 def positions(length: int, cp: int, rank: int, layout: CpLayout, starts: Sequence[int] = (0,)) -> NDArray[np.int64]:
-    """[length / cp] the positions that a rank holds, in its order: with 'zigzag' the one chunk of all documents, then
-    the other. Raises PentadError when the ranks' parts are not equal."""
+    """[length / cp] the positions that a rank holds, in its order: with 'zigzag', its first chunk of every document,
+    then its second. Raises PentadError when the ranks' parts are not equal."""
     if _equal_parts(length, cp, layout) < 2 * cp:
         size = length // cp
         return np.arange(rank * size, (rank + 1) * size, dtype=np.int64)

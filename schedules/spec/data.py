@@ -1,4 +1,4 @@
-"""The data of a run: its sources, how they are mixed, and what of a sequence has a loss."""
+"""The data of a run: its sources, how they are mixed, and which tokens have a loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Packing = Literal["windows", "documents"]
 class SourceSpec:
     """A corpus: a folder, a URI, or 'builtin:NAME'. `weight` is its relative share of sequences, `epochs` how often it
     may be read before it drops out. Once it has been opened, `fingerprint` identifies its content, and `sequences` are
-    those of an epoch. `key` is what the user calls its path."""
+    those of an epoch. `key` is the config key of its path."""
 
     name: str
     path: str

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from pentad.schedules.ir.program import Program
 
-HOLDOUT = "holdout"  # the data set that is held out from the training data
+HOLDOUT = "holdout"  # name of the data set that is held out from the training data
 
 
 class EvalData(NamedTuple):
-    """A data set: the corpus `data` (see Plan), or its end, the share `holdout` of its tokens. `fingerprint` identifies
-    the corpus."""
+    """A data set: the corpus `data`, a path as in SourceSpec, or only its end, the share `holdout` of its tokens.
+    `fingerprint` identifies the corpus."""
 
     name: str
     data: str
@@ -22,8 +22,8 @@ class EvalData(NamedTuple):
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """`program` is forward-only, with the placement and the microbatches of the plan's program. Of every data set it
-    reads the first `sequences` sequences (None: all)."""
+    """`program` is forward-only, with the placement and the microbatches of the plan's program. It reads the first
+    `sequences` sequences of every data set (None: all)."""
 
     program: Program
     data_sets: tuple[EvalData, ...]

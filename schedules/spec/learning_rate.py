@@ -16,9 +16,9 @@ class LearningRate:
 
     Step `warmup_steps` - 1 is the first at `peak`, and step `decay_steps` the first at `minimum`, so that every step of
     the curve learns: step 0 has peak / warmup_steps. 'inverse_sqrt' approaches `minimum` instead, and 'constant' stays
-    at `peak`. Of 'wsd' (warm-up, stable, decay; arXiv 2404.06395), `stable_steps` follow the warm-up at `peak`, and the
-    rest decays in `decay_shape` ('1-sqrt': arXiv 2405.18392). 'cosine_with_restarts' (arXiv 1608.03983) has `cycles` of
-    equal length, each from `peak`.
+    at `peak`. With 'wsd' (warm-up, stable, decay; arXiv 2404.06395), `stable_steps` follow the warm-up at `peak`, and
+    the rest decays in `decay_shape` ('1-sqrt': arXiv 2405.18392). 'cosine_with_restarts' (arXiv 1608.03983) has
+    `cycles` of equal length, each from `peak`.
     """
 
     peak: float

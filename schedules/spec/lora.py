@@ -23,7 +23,7 @@ class LoraBase:
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """To the product x W^T of every target, x A^T B^T is added `alpha / rank` times; A [rank, in] and B [out, rank].
+    """Adds `alpha / rank` times x A^T B^T to the product x W^T of every target, with A [rank, in] and B [out, rank].
 
     `targets` are keys of TARGETS; every expert has an A and a B of its own. Without a `base` the frozen weights are the
     initial values of the run's seed.
@@ -44,7 +44,7 @@ class LoraSpec:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """For the metadata of a checkpoint (see `lora_of`)."""
+        """Plain data for the metadata of a checkpoint (see `lora_of`)."""
         return {**asdict(self), "targets": list(self.targets)}
 
 
@@ -64,7 +64,7 @@ class Target(NamedTuple):
     segment: int | None = None
 
 
-# By the names of PEFT: modules, and after `experts.` parameters. Without a query latent, MLA has q_proj as well.
+# By PEFT's names of modules or, after `experts.`, of parameters. MLA without a query latent has q_proj as well.
 TARGETS = {
     "q_proj": (Target("attention.qkv", 0), Target("attention.query")),
     "k_proj": (Target("attention.qkv", 1),),
@@ -89,8 +89,9 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def targets_of(model: ModelSpec, *, fused: bool = False) -> tuple[str, ...]:
-    """What can have adapters: the modules of attention, and of the feed-forward, or of a model with experts their
-    weights. `fused`: the family has one module for queries, keys and values, and one for gate and up."""
+    """The targets that can have adapters: the modules of attention, and those of the feed-forward network or, in a
+    model with experts, the experts' weights. `fused`: the family has one module for queries, keys and values, and one
+    for gate and up."""
     names = FUSED if fused else SEPARATE
     mlp = tuple(name for name in names if "mlp" in TARGETS[name][0].tensor)
     attention = tuple(name for name in names if name not in mlp)
@@ -100,7 +101,7 @@ def targets_of(model: ModelSpec, *, fused: bool = False) -> tuple[str, ...]:
 
 
 class Adapter(NamedTuple):
-    """A and B of a target, and the first of the rows of its tensor that they add to."""
+    """A and B of a target, and the first row of its tensor that they add to."""
 
     first_row: int
     a: Tensor  # [rank, in], or of experts [experts, rank, in]
@@ -111,7 +112,7 @@ def adapters_of(lora: LoraSpec, tensor: Tensor) -> list[Adapter]:
     """The adapters of a tensor of the base model.
 
     Where tp splits the outputs of a target it splits B, and where it splits the inputs, A; the other one is replicated.
-    A begins with values of the distribution of torch.nn.Linear, B with zeros.
+    A is initialized like torch.nn.Linear, B with zeros.
     """
     return [
         _adapter(lora, tensor, name, target.segment)

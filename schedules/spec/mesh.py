@@ -17,10 +17,10 @@ from pentad.schedules.simulate.timeline import Span, Timeline
 
 Axis = Literal["dp", "pp", "cp", "tp", "ep"]
 ORDER: tuple[Axis, ...] = ("pp", "dp", "ep", "cp", "tp")  # outermost first: tp ranks are adjacent
-# Along which ranks hold the same parameters, and the same experts.
+# Axes along which ranks hold the same parameters, and the same experts.
 DENSE_AXES: tuple[Axis, ...] = ("dp", "cp", "ep")
 EXPERT_AXES: tuple[Axis, ...] = ("dp", "cp")
-LAYER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")  # of ranks that share layers
+LAYER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")  # along which ranks share layers
 
 
 class Coordinates(NamedTuple):
@@ -122,7 +122,8 @@ def hosts_of_size(mesh: Mesh, gpus: int) -> tuple[int, ...]:
 
 
 def numbered(names: Iterable[Hashable]) -> tuple[int, ...]:
-    """Hosts by rank, numbered in the order of ranks, from any `names` of them; empty if there is only one."""
+    """The host of each rank, from any `names` of the ranks' hosts: numbers in the order of ranks; empty if there is
+    only one."""
     by_rank = list(names)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(by_rank))}
     return tuple(map(numbers.__getitem__, by_rank)) if len(numbers) > 1 else ()
@@ -130,8 +131,8 @@ def numbered(names: Iterable[Hashable]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def are_on_one_host(mesh: Mesh, axes: tuple[Axis, ...], hosts: tuple[int, ...], size: int = 0) -> bool:
-    """Whether every group of ranks along these axes, or of `size` consecutive ones of them, is on one of the `hosts`,
-    by rank; empty: all are on one."""
+    """Whether every group of ranks along these axes, or of `size` consecutive ranks of such a group, is on one host.
+    `hosts` has the host of each rank; empty: all are on one."""
     if not hosts:
         return True
     across, along = ([place for place, axis in enumerate(ORDER) if (axis in axes) is is_in] for is_in in (False, True))
@@ -145,13 +146,13 @@ def are_on_one_host(mesh: Mesh, axes: tuple[Axis, ...], hosts: tuple[int, ...], 
 def are_copied(
     mesh: Mesh, axis: Axis, hosts: tuple[int, ...], *, zero: int, zero_shards: int, has_mirrors: bool, is_dynamic: bool
 ) -> bool:
-    """Whether ranks on these hosts move data along an axis by peer copies: each of their groups is on one host.
+    """Whether ranks on these hosts move data along an axis by peer copies, for which each group must be on one host.
 
-    'dp' stands for the holders that ZeRO cuts the same parameters over, which gather and reduce; without ZeRO all
-    reduce, and ranks of data-aware groups (`is_dynamic`) along cp and ep exchange what differs from step to step: both
-    by NCCL."""
+    'dp' stands for the holders over which ZeRO cuts the same parameters, which gather and reduce. Reductions without
+    ZeRO go by NCCL, and so do exchanges of data-aware groups (`is_dynamic`) along cp and ep, which differ from step to
+    step."""
     if axis != "dp":
         return (axis in ("pp", "tp") or not is_dynamic) and are_on_one_host(mesh, (axis,), hosts)
-    # of all but experts, and of experts; pp too for DualPipe's mirrors
+    # of all but experts, and of experts; also along pp for DualPipe's mirrors
     groups = ((*DENSE_AXES, "pp"),) if has_mirrors and not zero_shards else (DENSE_AXES, EXPERT_AXES)
     return zero > 0 and all(are_on_one_host(mesh, axes, hosts, zero_shards) for axes in groups)

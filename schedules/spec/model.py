@@ -70,10 +70,9 @@ class RopeScaling:
     """Longer wavelengths of the rotary embedding: all of them ('linear'), or as in Llama 3.1 ('llama3') or YaRN
     (arXiv 2309.00071, 'yarn').
 
-    `original_max_position_embeddings` is the sequence length of the first training. `low_freq_factor` and
-    `high_freq_factor` are Llama's, or YaRN's beta_slow and beta_fast. YaRN multiplies cos and sin by
-    `attention_factor` and attention scores by `softmax_factor`, and rounds the ends of its ramp to whole pairs with
-    `truncate`.
+    `original_max_position_embeddings` is the sequence length of the original training. `low_freq_factor` and
+    `high_freq_factor` are Llama's, or YaRN's beta_slow and beta_fast. YaRN multiplies cos and sin by `attention_factor`
+    and attention scores by `softmax_factor`, and rounds the ends of its ramp to whole pairs with `truncate`.
     """
 
     rope_type: Literal["linear", "llama3", "yarn"]
@@ -120,14 +119,14 @@ class CustomModel:
 
 @dataclass(frozen=True)
 class Fp8Spec:
-    """Products of decoder layers in 8 bits: the projections of attention, except those to latents, of dense
-    feed-forward networks, of `shared_experts`, and of `experts`, with scales of blocks; in F, B and W. `scaling` and
-    the other two are the recipe's (kernels/fp8/fp8_tensor.py). The first and last layers of the model, as many of each
-    as given, stay in the compute dtype. Every `sample_every` steps it is counted how well operands fit into 8 bits, and
-    every `compare_every` steps gradients are compared with those in the compute dtype (0: never). With `delayed` the
-    scale of a tensor of activations or gradients is that of the step before. With `head` the output head multiplies in
-    8 bits, but not where multi-token prediction uses it. With `gathers` ZeRO-3 gathers the matrices of layers in 8
-    bits, for which scales of rows would not do: B needs those of columns."""
+    """Which products of decoder layers are in 8 bits, in F, B and W: the projections of attention, except those to
+    latents, and of dense feed-forward networks; also of `shared_experts` and, with block scales, of `experts`.
+    `scaling`, `gradients` and `power_of_two` are the recipe's (kernels/fp8/fp8_tensor.py). The first `skip_first` and
+    the last `skip_last` layers of the model stay in the compute dtype. Every `sample_every` steps it is measured how
+    well operands fit into 8 bits, and every `compare_every` steps gradients are compared with those in the compute
+    dtype (0: never). With `delayed`, a tensor of activations or gradients has the scale of the step before. With
+    `head`, the output head multiplies in 8 bits, but not where multi-token prediction uses it. With `gathers`, ZeRO-3
+    gathers the matrices of layers in 8 bits, which row scales do not allow: B needs those of columns."""
 
     scaling: Scaling
     gradients: Literal["e4m3", "e5m2"] = "e4m3"
@@ -158,10 +157,10 @@ class ModelSpec:
     """A decoder with RMSNorms, rotary positions and gated MLPs; `heads` query heads share `kv_heads` key-value heads.
 
     `head_dim` 0 means hidden / heads, `query_pre_attn_scalar` 0 the width of a query: attention scores are divided by
-    its square root. With `attn_logit_softcapping` c > 0 a score s becomes c tanh(s / c), with `final_logit_softcapping`
-    a logit (Gemma 2, arXiv 2408.00118, section 2). `attention_sinks` adds one score per head to every softmax of
-    attention, without a value (arXiv 2309.17453). `qkv_bias` adds biases to the projections of queries, keys and
-    values, `out_bias` to that of the heads' output, `expert_biases` to the router and the experts.
+    its square root. With `attn_logit_softcapping` c > 0 a score s becomes c tanh(s / c); `final_logit_softcapping` does
+    the same for logits (Gemma 2, arXiv 2408.00118, section 2). `attention_sinks` adds one score per head to every
+    softmax of attention, without a value (arXiv 2309.17453). `qkv_bias` adds biases to the projections of queries, keys
+    and values, `out_bias` to that of the heads' output, `expert_biases` to the router and the experts.
 
     `qk_norm` normalizes queries and keys, each head by itself (Qwen3) or all heads as one vector (OLMo 2, arXiv
     2501.00656, section 3.2). `norms` are before a sublayer, after it (before the addition to the residual stream), or
@@ -209,7 +208,7 @@ class ModelSpec:
     expert_biases: bool = False
 
     def __hash__(self) -> int:
-        """Of what most models differ in: many caches have them in their keys."""
+        """Covers only what usually differs, for speed: many caches have models in their keys."""
         return hash((self.layers, self.hidden, self.heads, self.ffn, self.vocab))
 
     @property
@@ -248,7 +247,7 @@ class ModelSpec:
         return LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling)
 
     def attended_length(self, layer: int, length: int) -> float:
-        """The length of sequences for which full causal attention does the work of this layer's: for windows of w
-        tokens 2 w - w^2 / length."""
+        """The sequence length at which full causal attention does as much work per token as this layer's: 2 w - w^2 /
+        length for a window of w tokens."""
         window = self.window(layer)
         return 2 * window - window**2 / length if 0 < window < length else length

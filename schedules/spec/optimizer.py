@@ -14,15 +14,15 @@ from pentad.schedules.spec.tensors import Tensor
 Method = Literal["adamw", "muon"]
 AdjustLrFn = Literal["original", "match_rms_adamw"]
 ROUND_ELEMENTS = 2**25  # of the matrices that Muon exchanges at once, for each rank that holds them
-PIECE_ELEMENTS = 2**24  # of a shard in host memory that are on the device at once to be updated, PIECES times
-PIECES = 3  # one is updated, while the next one comes and the one before goes back
+PIECE_ELEMENTS = 2**24  # of a shard in host memory that are updated at once; PIECES of these are on the device
+PIECES = 3  # one is updated while the next one comes and the one before goes back
 STATE_KINDS: dict[Method, tuple[str, ...]] = {"adamw": ("optimizer.m", "optimizer.v"), "muon": ("optimizer.momentum",)}
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """What differs for the tensors whose names match `pattern` (as in a shell: * also matches dots). A `weight_decay`
-    of None stands for the optimizer's."""
+    """Settings of the tensors whose names match `pattern` (as in a shell: * also matches dots). A `weight_decay` of
+    None stands for the optimizer's."""
 
     pattern: str
     learning_rate_scale: float = 1.0
@@ -53,11 +53,11 @@ class OptimizerSpec:
     AdamW for the rest.
 
     Gradients whose global norm exceeds `clip_norm` are scaled down to it; None: never. `weight_decay` is decoupled and
-    of matrices only. Of several `groups` that match a tensor the first one counts. Optimizer state is as wide as master
+    of matrices only. If several `groups` match a tensor, the first one counts. Optimizer state has the dtype of master
     weights, or bfloat16 with `bf16_state`. `momentum`, `nesterov` and `adjust_lr_fn` are those of torch.optim.Muon.
     `z_loss` times the mean squared log-sum-exp of the logits is added to the loss (PaLM, arXiv 2204.02311, section 5).
-    The moments have seen `moment_offset` more updates than the run counts steps, which is not 0 if it took only one of
-    the two from another run.
+    The moments have seen `moment_offset` more updates than the run counts steps; this is not 0 if only one of the two
+    was taken from another run.
     """
 
     learning_rate: LearningRate
@@ -86,7 +86,7 @@ class OptimizerSpec:
         )
 
     def adjustment(self, rows: int, columns: int) -> float:
-        """What Muon multiplies the learning rate of a matrix with: 'original' keeps the update of one row the same for
+        """What Muon multiplies the learning rate of a matrix by: 'original' keeps the update of one row the same for
         all shapes, 'match_rms_adamw' gives the update the root mean square of AdamW's (arXiv 2502.16982, equation 4).
         """
         if self.adjust_lr_fn == "original":

@@ -38,7 +38,7 @@ class ParamShard(NamedTuple):
     frozen: bool = False
 
 
-ShardPart = tuple[ParamShard, int]  # and which of the parts that ZeRO cuts its state into
+ShardPart = tuple[ParamShard, int]  # a shard, and the number of a part that ZeRO cuts its state into
 
 
 @dataclass(frozen=True)
@@ -46,33 +46,32 @@ class Plan:
     """Mesh, program, model and settings of a run.
 
     `program` is that of a step with a full batch, `rampup_programs` are those of the stages of `batch.rampup`, and
-    `longer_programs` those of the steps with full batches that have more microbatches, as many as `batch.longer` says.
-    `layers[stage]` are a stage's decoder layers, beside which stage 0 has the embedding, and the last one the final
-    norm, head and loss. `dtype` is that of compute ('bfloat16', 'float32', 'float64'); master weights, gradients and
-    optimizer state are float32, or float64 if compute is. `device` is 'cuda' or 'cpu'. `transport` is
-    'gloo' on CPUs; on GPUs 'peer' (copies inside hosts, see `transport_along`) or 'nccl'. `hosts` has the host of each
-    rank; empty: all are on one.
+    `longer_programs` those of full batches with more microbatches, as listed in `batch.longer`. `layers[stage]` are a
+    stage's decoder layers; stage 0 also has the embedding, and the last one the final norm, head and loss. `dtype` is
+    that of compute ('bfloat16', 'float32', 'float64'); master weights, gradients and optimizer state are float32, or
+    float64 if compute is. `device` is 'cuda' or 'cpu'. `transport` is 'gloo' on CPUs; on GPUs 'peer' (copies inside
+    hosts, see `transport_along`) or 'nccl'. `hosts` has the host of each rank; empty: all are on one.
 
     `data` is what is trained on, and `eval` what the run evaluates, if anything. `seed` is the run's only source of
-    randomness. `deterministic` asks for bit-reproducible kernels, of which ranks run the implementations that `kernels`
-    names. With `cuda_graphs` compute is launched as it was captured in an earlier step.
+    randomness. `deterministic` asks for bit-reproducible kernels; `kernels` says which implementations ranks run. With
+    `cuda_graphs`, compute is replayed as captured in an earlier step.
 
     `recompute[stage]` is a mode or names of parts of layers (schedules/passes/recompute.py); empty means none
-    everywhere. Of parts that work on rows only the share `recompute_fraction` is recomputed, the last rows. Logits are
-    kept from F to W, or go in chunks of `logit_rows`, and W makes them again. `offload[stage]` is the share of the
-    bytes of saved activations that OFFLOAD takes; empty: all; `offload_prefetch` is that of MemoryOptions,
-    `offload_slots[stage]` the bytes that one needs in host memory, and on the device for what stays of a tensor that is
-    cut. With `host_optimizer` master weights and optimizer state are in host memory. `zero` is the ZeRO stage (arXiv
-    1910.02054): from 1 on the holders of a stage shard its master weights and optimizer state, from 2 on its gradients,
-    with 3 its compute weights: all of them, or each group of `zero_shards` of them (arXiv 2205.00119). With
-    `bf16_reduce` gradients are reduced in bfloat16, with sums in float32. `cp_method` is how context ranks attend to
-    each other's tokens. Expert ranks send each other tokens in so many `expert_slots`; with 0 a GPU gets all tokens.
-    Tensor ranks share a node unless `tp_across_nodes`. Steps that are `spikes` change no weight (None: only those with
-    a norm that is not finite). With `lora` the model is frozen, and its adapters are the parameters. `fp8` says which
-    products are in 8 bits (None: none). `gpu` names the GPU whose figures the plan is made with ('': unknown), and
-    `rates` are those of its costs (None: what is assumed of that GPU). The state of each rank is copied into the memory
-    of another one every `replicate_every` steps, 0: never. The end of a node is announced by the file or URL `notice`.
-    In `profile_steps` ranks run torch's profiler.
+    everywhere. Row-wise parts are recomputed only for the share `recompute_fraction` of rows, the last ones. Logits are
+    kept from F to W or, with `logit_rows`, computed in chunks of so many rows, and again in W. `offload[stage]` is the
+    share of the bytes of saved activations that OFFLOAD takes; empty: all; `offload_prefetch` is as in MemoryOptions,
+    and `offload_slots[stage]` are the bytes that one OFFLOAD needs in host memory and, for what stays of a cut tensor,
+    on the device. With `host_optimizer` master weights and optimizer state are in host memory. `zero` is the ZeRO stage
+    (arXiv 1910.02054): from 1 on the holders of a stage shard its master weights and optimizer state, from 2 on its
+    gradients, with 3 its compute weights; over all holders, or within groups of `zero_shards` of them (arXiv
+    2205.00119). With `bf16_reduce` gradients are reduced in bfloat16, with sums in float32. `cp_method` is how context
+    ranks attend to each other's tokens. Expert ranks send each other tokens in `expert_slots` slots; with 0 a GPU gets
+    all tokens. Tensor ranks share a node unless `tp_across_nodes`. A step that is a spike by `spikes` changes no weight
+    (None: only one whose norm is not finite). With `lora` the model is frozen, and its adapters are the parameters.
+    `fp8` says which products are in 8 bits (None: none). `gpu` names the GPU that the plan was made for ('': unknown),
+    and `rates` are those of its costs (None: what is assumed of that GPU). The state of each rank is copied into the
+    memory of another one every `replicate_every` steps (0: never). The file or URL `notice` announces that a node is
+    about to be taken away. In `profile_steps` ranks run torch's profiler.
     """
 
     name: str
@@ -118,19 +117,19 @@ class Plan:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """All that the ranks run: a training step, those of the batch ramp, those with more microbatches, and last the
+        """All programs of the ranks: of a training step, of the batch ramp, of more microbatches, and last of the
         evaluation, if there are any."""
         trained = self.trained_programs
         return trained if self.eval is None else (*trained, self.eval.program)
 
     @property
     def trained_programs(self) -> tuple[Program, ...]:
-        """Those with backwards."""
+        """The programs with backwards."""
         return (self.program, *self.rampup_programs, *self.longer_programs)
 
     def program_of(self, batch: int, microbatches: int = 0) -> int:
-        """The number, in `programs`, of what trains on a batch, counted from 0, of which no pipeline has more than so
-        many microbatches."""
+        """The index in `programs` of the one that trains on a batch, counted from 0, if no pipeline has more than
+        `microbatches` of it."""
         stage = self.batch.sizes.stage(batch)
         if stage < len(self.batch.rampup):
             return 1 + stage
@@ -139,7 +138,7 @@ class Plan:
         return 1 + stage + bisect_left(self.batch.longer, microbatches)
 
     def with_program(self, number: int) -> Plan:
-        """The plan of the steps that run this one of the training `programs`, and no other."""
+        """The plan of the steps that run this one of the training `programs`."""
         program, batch = self.programs[number], replace(self.batch, rampup=(), longer=())
         if 0 < number <= len(self.rampup_programs):
             batch = batch.with_microbatches(program.microbatches)
@@ -177,12 +176,13 @@ class Plan:
 
     @property
     def shares_documents(self) -> bool:
-        """Whether context ranks share each document by itself, so that every sequence has other positions on a rank."""
+        """Whether context ranks split each document by itself, so that the positions on a rank differ between
+        sequences."""
         return CP_LAYOUTS[self.cp_method] == "zigzag" and self.mesh.cp > 1 and self.data.document_mask
 
     @property
     def recomputation(self) -> str:
-        """What stages recompute that do not save everything, all of them the same; 'none' without such."""
+        """What stages that recompute anything recompute, the same for all of them; 'none' if there are none."""
         return next((mode for mode in self.recompute if mode != "none"), "none")
 
     @property
@@ -237,7 +237,7 @@ class Plan:
         return tuple(sorted(self.mesh.rank(Coordinates(*at)) for at in held))
 
     def num_holders(self, shard: ParamShard) -> int:
-        """Of `holders`, without naming them."""
+        """The number of `holders`, without listing them."""
         eps = 1 if shard.experts else self.mesh.ep
         return self.mesh.dp * len(self.program.holders(shard.stage)) * self.mesh.cp * eps
 
@@ -262,7 +262,7 @@ class Plan:
 
     def num_zero_shards(self, shard: ParamShard) -> int:
         """Equal parts that ZeRO cuts the state of a shard into, in the order of its holders; 1 without ZeRO. Frozen
-        weights have no state that its stages 1 and 2 could cut."""
+        weights have no state that ZeRO-1 and 2 could cut."""
         return (self.zero_shards or self.num_holders(shard)) if self.zero > (2 if shard.frozen else 0) else 1
 
     def zero_shard_size(self, shard: ParamShard) -> int:
@@ -303,7 +303,7 @@ def aligned_part(size: int, count: int, alignment: int = ALIGNMENT) -> int:
 
 
 def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 0.0) -> tuple[LayerRange, ...]:
-    """The layers of each stage, all of one cost, so that the busiest rank does as little as possible.
+    """The layers of each stage, if all cost the same, such that the busiest rank does as little as possible.
 
     `placement[rank]` are the stages of a rank; `head` is the extra work of the last stage in layers (see
     `head_in_layers`). Among equal ranks the later one, which holds fewer activations, gets one more layer.
@@ -317,7 +317,7 @@ def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 
         loads = (sum(sizes[each] + heads[each] for each in held) for held in holders[stage])
         return max(loads), sizes[stage] + heads[stage], -stage
 
-    least = sorted(map(load, range(stages)))  # a heap of loads of earlier, which only grow
+    least = sorted(map(load, range(stages)))  # a heap of loads, perhaps outdated: they only grow
     for _ in range(layers - stages):
         while (now := load(-least[0][2])) != least[0]:
             heapreplace(least, now)
@@ -327,7 +327,7 @@ def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 
 
 def split_layers_by_cost(costs: Sequence[float], placement: Sequence[Sequence[int]]) -> tuple[LayerRange, ...]:
     """The layers of each stage of a custom model, whose `costs` differ: first the most expensive stage is made as cheap
-    as possible, then single borders move while that lowers the loads of the ranks, busiest first.
+    as possible, then single borders move while that lowers the loads of the ranks, compared from the busiest down.
 
     `placement[rank]` are the stages of a rank. Raises PentadError for fewer layers than stages.
     """
@@ -349,15 +349,16 @@ def split_layers_by_cost(costs: Sequence[float], placement: Sequence[Sequence[in
 
 
 def split_layers_into_units(stages: Sequence[LayerRange], units: Sequence[int]) -> tuple[LayerRange, ...]:
-    """The layers of every unit of stages of which stage s has `units[s]`: as equal as possible, larger ones first.
+    """The layers of every unit, where stage s has `units[s]` of them: as equal as possible, larger ones first.
 
-    If a stage has more than one, its embedding is the first by itself, and its head the last.
+    If a stage has several units, its embedding is a unit by itself, the first one, and its head another, the last one.
     """
     return tuple(unit for layers, count in zip(stages, units, strict=True) for unit in _cut(layers, count))
 
 
 def num_units(layers: LayerRange, unit_layers: int) -> int:
-    """Units of a stage, of at most so many layers each: 1, or those that `split_layers_into_units` makes of it."""
+    """The number of units of a stage with at most `unit_layers` layers each: 1, or what `split_layers_into_units`
+    needs."""
     count = math.ceil(len(layers.numbers) / unit_layers)
     return 1 if count == 1 else count + layers.has_embedding + layers.has_head
 

@@ -12,8 +12,8 @@ from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.plan import ALIGNMENT, Plan
 
-# By axis whose ranks exchange rows inside layers: two exchanges in flight, and the next. One where sequences are long:
-# attention takes far longer than an exchange.
+# By axis along which ranks exchange rows inside layers: for two exchanges in flight, and the next. One for cp, where
+# sequences are long: attention takes far longer than an exchange.
 ROW_SLOTS: dict[Axis, int] = {"tp": 3, "cp": 1, "ep": 3}
 TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
 SLOT_TOKENS = 16  # slots are a multiple of this
@@ -23,7 +23,8 @@ GROWTH = 2  # how many times more room there is after a step that had too little
 
 
 def num_tiles(tokens: int) -> int:
-    """Tiles in which tensor ranks compute a product of so many tokens: one is reduced while the next is computed."""
+    """The number of tiles in which tensor ranks compute a product of this many tokens: one is reduced while the next is
+    computed."""
     return max(1, tokens // TILE_TOKENS)
 
 
@@ -75,10 +76,11 @@ def _context_elements(model: ModelSpec, mesh: Mesh, tokens: int, dtype: str, cp_
 
 
 def expert_slots(share: float, tokens: int, capacity: float | None, on_host: int = 1) -> int:
-    """Slots for the tokens, of so many, that a rank sends to another, which gets the `share` of them with even routing:
-    `capacity` times as many; None: CAPACITY times, or 0 if an all-gather sends hardly more between hosts.
+    """Slots for those of a rank's `tokens` that it sends to another rank: `capacity` times the `share` of them that
+    even routing sends there. None: CAPACITY times, or 0 if an all-gather sends hardly more between hosts.
 
-    That brings a row to a host once, for all `on_host` ranks of the group there; slots bring it to each of them.
+    An all-gather brings a row to a host once, for all `on_host` ranks of the group there; slots bring it to each of
+    them.
     """
     slots = math.ceil(tokens * share * (CAPACITY if capacity is None else capacity) / SLOT_TOKENS) * SLOT_TOKENS
     return 0 if capacity is None and slots * on_host > LARGEST_SHARE * tokens else min(tokens, slots)
@@ -86,8 +88,8 @@ def expert_slots(share: float, tokens: int, capacity: float | None, on_host: int
 
 @cache
 def routed_share(experts: Experts, ep: int) -> float:
-    """The share of tokens that at least one expert of a rank gets, with even routing, where `ep` ranks have as many
-    experts each: any `topk_groups` of the groups are as likely as any others, and in them any `top_k` experts."""
+    """The share of tokens that at least one expert of a rank gets with even routing, if `ep` ranks have equally many
+    experts: any `topk_groups` of the groups are as likely as any others, and in them any `top_k` experts."""
     size, local = experts.num_experts // experts.num_groups, experts.num_experts // ep
     allowed, chosen = experts.topk_groups * size, experts.top_k
     ranks = Counter(_local_experts(rank * local, local, size, experts.num_groups) for rank in range(ep))
@@ -106,7 +108,7 @@ def _local_experts(first: int, count: int, size: int, groups: int) -> tuple[int,
 
 
 def _sums_of(values: Sequence[int], chosen: int) -> Counter[int]:
-    """How often each sum occurs among all choices of so many of the values."""
+    """How often each sum occurs among all choices of `chosen` values."""
     found = [Counter({0: 1}), *(Counter[int]() for _ in range(chosen))]  # by the number chosen so far
     for value in values:
         for number in range(chosen, 0, -1):

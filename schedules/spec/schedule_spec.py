@@ -25,10 +25,10 @@ class MemoryOptions(NamedTuple):
     `recompute` save only their input and recompute the rest. `max_resident` is the largest number of activations that
     stay on the device, in microbatches of a whole rank (None: all); `offload` are stages whose activations leave the
     device instead, all or some of the bytes (see Plan); `offload_prefetch` of their compute actions run beside a copy.
-    `units[stage]` is the number of units that a pipeline stage is cut into (empty: one); all the others then speak of
-    units where they speak of stages. `reduce` says after what gradients are reduced, with ZeRO 2 and 3: 'step',
-    'microbatch', or None, which is 'microbatch' where more than two stages of a rank hold gradients at once. `sizes`
-    are those of a Program, for ZeRO-2 and 3, and `logits_in_w`, for ZeRO-3.
+    `units[stage]` is the number of units that a pipeline stage is cut into (empty: one); for all other options, stages
+    are then units. `reduce` says when gradients are reduced with ZeRO-2 and 3: once a 'step', for every 'microbatch',
+    or None, which is 'microbatch' if more than two stages of a rank hold gradients at once. `sizes` (for ZeRO-2 and 3)
+    and `logits_in_w` (for ZeRO-3) are as in Program.
     """
 
     zero: int = 0

@@ -12,12 +12,12 @@ from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import MLA, CustomModel, Experts, Fp8Spec, ModelSpec
 
 Range = tuple[int, int]
-# Products that Fp8Spec is about.
+# Matrices whose products are in 8 bits (see Fp8Spec).
 IN_8_BITS = ("attention.qkv", "attention.query", "attention.keys_values", "attention.out", "mlp.gate_up", "mlp.down")
 
 SHARED_IN_8_BITS = ("shared.gate_up", "shared.down")
 EXPERTS_IN_8_BITS = ("experts.gate_up", "experts.down")
-TILE_ELEMENTS = 128 * 128  # of which parts of matrices in 8 bits have whole numbers
+TILE_ELEMENTS = 128 * 128  # parts of matrices in 8 bits are multiples of this
 HEAD = "head"  # the output head, even where it is the embedding
 
 
@@ -73,9 +73,8 @@ class Tensor(NamedTuple):
     """A parameter. A dimension without a split is whole on every rank.
 
     `scale` is the standard deviation of the initial values, or with `is_uniform` their largest magnitude; 0 means that
-    all are `constant`. Tensors with `experts` are
-    held by one ep coordinate only. `tied_to` names the tensor of another stage that this one is a copy of (tied
-    embeddings).
+    all are `constant`. Tensors with `experts` are held by one ep coordinate only. `tied_to` names the tensor of another
+    stage that this one is a copy of (tied embeddings).
     """
 
     name: str
@@ -156,7 +155,8 @@ def gathered_in_8_bits(model: ModelSpec, fp8: Fp8Spec | None, layers: LayerRange
 
 
 def layers_of_sizes(sizes: Sequence[int], *, has_ends: bool = True) -> tuple[LayerRange, ...]:
-    """The layers of stages of which stage s has `sizes[s]`; the first `has_ends` the embedding, the last the head."""
+    """The layers of stages of which stage s has `sizes[s]`; with `has_ends`, the first has the embedding, the last the
+    head."""
     last, borders = len(sizes) - 1, pairwise(accumulate(sizes, initial=0))
     return tuple(
         LayerRange(*each, has_ends and stage == 0, has_ends and stage == last) for stage, each in enumerate(borders)

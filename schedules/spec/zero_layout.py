@@ -12,12 +12,12 @@ from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan, aligned_part
 from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, gathered_in_8_bits
 
-INBOX_ELEMENTS = 2**25  # of gradients on their way between peers, or in bfloat16 between any ranks, at most
+INBOX_ELEMENTS = 2**25  # of gradients under way between peers, or in bfloat16 between any ranks, at most
 
 
 class Segment(NamedTuple):
-    """Parameters `start` to `end` of a stage, which are cut by themselves: `own` are the elements of a shard that are
-    this segment's part, `full` those of a full buffer that are its parts of all shards."""
+    """Parameters `start` to `end` of a stage, which are cut separately: `own` are the elements of a shard that are its
+    part of the segment, `full` the elements of a full buffer that are the parts of all shards."""
 
     start: int
     end: int
@@ -28,9 +28,9 @@ class Segment(NamedTuple):
 class ZeroLayout(NamedTuple):
     """A stage's parameters end to end, `size` elements, in `num_shards` equal parts: a shard is part `shard_index`.
 
-    The last `in_8_bits` of them, which are gathered in 8 bits, are cut by themselves: a shard has its part of all
-    others and then its part of these. A full buffer has the parts of all others and then those. Zeros are padding at
-    the end of both."""
+    The last `in_8_bits` of them, which are gathered in 8 bits, are cut separately: a shard has its part of all others,
+    then its part of these; a full buffer has all parts of the others, then all parts of these. Both are padded with
+    zeros at their end."""
 
     size: int
     num_shards: int = 1
@@ -57,7 +57,7 @@ class ZeroLayout(NamedTuple):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Those that have elements."""
+        """The segments that have elements."""
         first, part, count, border = self.compute_part, self.part, self.num_shards, self.size - self.in_8_bits
         both = (
             Segment(0, border, slice(0, first), slice(0, count * first)),
@@ -76,7 +76,7 @@ class ZeroLayout(NamedTuple):
                 yield slice(first + at, last + at), slice(first - start, last - start)
 
     def padding(self) -> Iterator[slice]:
-        """The elements of the shard that are no parameters."""
+        """The elements of the shard that hold no parameters."""
         for segment in self.segments:
             end = segment.own.start + self._part_of(segment)[1]
             if end < segment.own.stop:
@@ -106,7 +106,7 @@ def replica_groups(plan: Plan, shard: ParamShard) -> list[tuple[int, ...]]:
 
 
 def zero_group(plan: Plan, shard: ParamShard, rank: int) -> tuple[int, ...]:
-    """The holders that have the parts of one copy of the state of a parameter shard, of which a rank has one."""
+    """The holders, a rank among them, that together have one copy of the state of a parameter shard."""
     return next(group for group in zero_groups(plan, shard) if rank in group)
 
 
@@ -122,7 +122,7 @@ def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
 
 
 def first_layout(plan: Plan, shard: ParamShard) -> ZeroLayout:
-    """That of the first holder; all others are as long."""
+    """The layout of the first holder; those of all others have the same sizes."""
     return ZeroLayout(plan.size(shard), plan.num_zero_shards(shard), in_8_bits=plan.size_in_8_bits(shard))
 
 
@@ -136,10 +136,10 @@ def pool_sizes(
     itemsize: int = 2,
     shards: int = 0,
 ) -> tuple[tuple[int, ...], ...]:
-    """The sizes of a Program whose units have these layers, each on this many ranks of a pipeline: the padded elements
-    of a unit's parameter shards, of all but experts and of experts, and of the frozen ones of both. If some are
-    gathered in 8 bits, trained weights count as the elements of `itemsize` bytes that they take, and their gradients
-    follow. `shards` are the plan's `zero_shards`."""
+    """The `sizes` of a Program whose units have these layers, each on `mirrors` ranks of a pipeline: the padded
+    elements of a unit's parameter shards, of all but experts and of experts, and of the frozen ones of both. If some
+    are gathered in 8 bits, trained weights count as the elements of `itemsize` bytes that they take, and their
+    gradients follow. `shards` are the plan's `zero_shards`."""
 
     def layout(unit: LayerRange, *, experts: bool, frozen: bool = False) -> ZeroLayout:
         found = shard_tensors(model, lora, unit, experts=experts, frozen=frozen)
@@ -171,7 +171,7 @@ def _first_alike(model: ModelSpec, layers: LayerRange) -> LayerRange:
 
 
 class Reduced(NamedTuple):
-    """A parameter shard that is cut into `parts` parts of `part` elements each, of which there are `replicas`."""
+    """A parameter shard that is cut into `parts` parts of `part` elements; each part is on `replicas` ranks."""
 
     part: int
     parts: int
@@ -186,7 +186,7 @@ def reduced_shards(plan: Plan, rank: int) -> list[Reduced]:
 
 
 def inbox_elements(plan: Plan, rank: int) -> int:
-    """Elements of the memory of a rank in whose halves the gradients of its peers arrive to be added."""
+    """Elements of a rank's inbox, in whose two halves the gradients of its peers arrive to be added."""
     return inbox_of(reduced_shards(plan, rank)) if plan.transport_along("dp") == "peer" else 0
 
 
@@ -196,7 +196,7 @@ def inbox_of(shards: Iterable[Reduced]) -> int:
 
 
 def outbox_elements(plan: Plan, rank: int) -> int:
-    """Elements of the memory of a rank in which its peers find its gradients in bfloat16; equal on all of them."""
+    """Elements of a rank's outbox, in which its peers find its gradients in bfloat16; equal on all of them."""
     is_copied = plan.transport_along("dp") == "peer" and plan.bf16_reduce
     return outbox_of(reduced_shards(plan, rank)) if is_copied else 0
 

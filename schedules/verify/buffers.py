@@ -1,9 +1,9 @@
-"""The lifetime of every buffer of a step: what fills it, what reads it last, and after what it is free again.
+"""The lifetime of every buffer of a step: what fills it, what reads it last, and when it is free again.
 
 There are four kinds. *saved*: the activations that a forward saves for its backward, if it has one. *deferred*: what B
 saves for W. *result*: an output for another stage. If that stage is on the same rank it is free once read; if it is
-sent it is free at the next send of the same lane, since a lane sends one after another. *slot*: received data, until
-the next receive into the same slot.
+sent it is free at the next send of the same lane, as a lane runs its sends one after another. *slot*: received data,
+until the next receive into the same slot.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def check(program: Program, *, replicas: int = 1, zero: int = 0) -> None:
 
     End of step: all shared gradients are reduced once, or once for every microbatch, after their last W and before
     NORM, and STEP runs after NORM. With ZeRO-2 and 3, no W adds to a buffer that another stage has, or to a sum that is
-    being reduced; where every microbatch is, to that of another one. A forward-only program has LOSS after its last F
-    instead, and nothing that changes the training state.
+    being reduced; if every microbatch is reduced, no W adds to the sum of another one. A forward-only program has LOSS
+    after its last F instead, and nothing that changes the training state.
 
     Optional passes: parameters are gathered, and activations recomputed or reloaded, before they are read.
 
@@ -153,7 +153,7 @@ def _prove_reduced(program: Program, replicas: int, readers: Array) -> None:
 
 
 def _of_every_stage(program: Program, complete: CompleteGrads) -> CompleteGrads:
-    """With row -1 for a stage without weight gradients."""
+    """An entry for every stage of every rank, with row -1 if it has no weight gradients."""
     held = [(rank, stage) for rank, stages in enumerate(program.placement) for stage in stages]
     ranks, stages = (np.array(part) for part in zip(*held, strict=True))
     row = np.full((program.ranks, program.stages), -1)

@@ -123,7 +123,7 @@ def waits_for_compute(program: Program, rows: Array, compute: Array) -> Array:
 
 
 def _waits_such_that(program: Program, rows: Array, holds: Callable[[Array, Array], Array]) -> Array:
-    """Whether each row has a wait for which `holds(waits, positions in rows)`; row -1 has none."""
+    """Whether each row has a wait for which `holds(waits, positions in rows)` is true; row -1 has none."""
     offsets = program.columns.wait_offsets
     counts = np.where(rows < 0, 0, offsets[rows + 1] - offsets[rows])
     k = np.repeat(np.arange(len(rows)), counts)

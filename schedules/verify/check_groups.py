@@ -1,4 +1,4 @@
-"""Proves the data-aware groups of a step: documents, memory, and that all that ranks exchange in layers meets.
+"""Proves the data-aware groups of a step: documents, memory, and that all exchanges of ranks inside layers meet.
 
 A group passes keys and values round its ranks: F and B of a microbatch on g ranks are g - 1 and 2 g - 1 exchanges in
 each layer, in which a rank sends to the next one of the group and receives from the one before. All exchanges of a pool
@@ -22,7 +22,7 @@ Computed = tuple[Op, int]  # F, B or BW of a microbatch
 
 
 class Exchange(NamedTuple):
-    """A rank sends to `to` and receives from `source`, both ranks of the pool, a message of as many tokens."""
+    """A rank sends to `to` and receives from `source`, both ranks of the pool, a message of `tokens` tokens."""
 
     to: int
     source: int
@@ -62,8 +62,8 @@ def check_shares(groups: StepGroups, capacity: int) -> None:
 
 
 def check_rings(groups: StepGroups, stream: Stream, cp: int = 1, ep: int = 1) -> None:
-    """Raises PentadError unless all exchanges of a pool, of a mesh with these sizes, whose ranks run this stream meet:
-    with rendezvous semantics, where one ends only when all its ranks have begun it."""
+    """Raises PentadError unless all exchanges meet in a pool of a mesh with these sizes, whose ranks run this stream.
+    Semantics are rendezvous: an exchange ends only when all its ranks have begun it."""
     order = [
         (part.op, part.microbatch) for part in instructions_of(stream) if part.op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE)
     ]
@@ -72,7 +72,7 @@ def check_rings(groups: StepGroups, stream: Stream, cp: int = 1, ep: int = 1) ->
 
 
 def check_exchanges(events: Sequence[Sequence[Event]]) -> None:
-    """Checks the events of each rank, in its order."""
+    """Raises PentadError unless the events of all ranks, each in its order, meet."""
     at, open_ranks = [0] * len(events), [*range(len(events))]
     while open_ranks:
         rank = open_ranks.pop()
@@ -86,8 +86,8 @@ def check_exchanges(events: Sequence[Sequence[Event]]) -> None:
 
 
 def _met(events: Sequence[Sequence[Event]], at: Sequence[int], first: int) -> list[int]:
-    """The ranks whose present exchanges are the one of `first`: all that exchange tokens with it, or those of a ring in
-    which each receives what the one before it sends; none if they are not."""
+    """The ranks that meet in the present exchange of `first`: all that exchange tokens with it, or a ring in which each
+    receives what the one before it sends; none if they do not meet."""
 
     def present(rank: int) -> Event | None:
         return events[rank][at[rank]] if at[rank] < len(events[rank]) else None

@@ -32,8 +32,8 @@ def prove_memory_passes(program: Program) -> None:
     If a rank gathers parameters, each action waits for those of every stage that it reads. A gather waits for the FREE
     before it, only gathered parameters are freed, and if any are, all are. An activation is offloaded after its forward
     and reloaded before its backward or recomputation, which waits for it. In between, compute waits for the offload
-    before it takes over the memory; both wait for the compute before them, whose memory they may get. What is
-    recomputed is so between its forward and its backward. Raises ScheduleError.
+    before it takes over the memory; OFFLOAD and RELOAD wait for the compute before them, whose memory they may get.
+    RECOMPUTE is between the forward and the backward. Raises ScheduleError.
     """
     columns = program.columns
     if _ON_PARAMETERS[columns.op].any():
@@ -63,8 +63,9 @@ def _prove_gathers(program: Program) -> None:
 
 
 class _GatherEvents(NamedTuple):
-    """Gathers, frees and readers, by rank, stage and row. `before` is the row of the last gather or free of that stage
-    on that rank, -1 if there is none, and `is_first_read` whether this is the first reader of what `before` gathers."""
+    """Gathers, frees and readers, sorted by rank, stage and row. `before` is the row of the last gather or free of that
+    stage on that rank, -1 if there is none, and `is_first_read` whether this is the first reader of what `before`
+    gathers."""
 
     row: Array
     before: Array
@@ -90,7 +91,7 @@ def _gather_events(program: Program) -> _GatherEvents:
 
 
 def _gather_faults(program: Program, events: _GatherEvents) -> Iterator[tuple[int, str]]:
-    """(row, what is wrong there) of what happens to a stage on a rank."""
+    """(row, what is wrong there) of gathers, frees and readers."""
     columns, (row, before, is_gathered, _) = program.columns, events
     op, number = columns.op[row], columns.microbatch
     for k in np.flatnonzero(is_gathered & (op == _GATHER)).tolist():
@@ -102,8 +103,8 @@ def _gather_faults(program: Program, events: _GatherEvents) -> Iterator[tuple[in
 
 
 def _late_gather_faults(program: Program) -> Iterator[tuple[int, str]]:
-    """The same of gathers that do not wait for the FREE before them on their rank, and of those that are not freed on a
-    rank that frees others."""
+    """The same for gathers that do not wait for the FREE before them on their rank, and for those that are never freed
+    on a rank that frees others."""
     columns, latest = program.columns, _latest_compute_waits(program)
     gathers, frees = columns.rows_of(_IS_GATHER), columns.rows_of(_IS_FREE)
     freed = np.append(frees, -1)[np.searchsorted(frees, gathers) - 1]
@@ -129,15 +130,16 @@ def _latest_compute_waits(program: Program) -> Array:
 
 
 def unmet_waits(of: Array, program: Program, rows: Array, targets: Array) -> Array:
-    """Which of these rows do not wait for their target; `of` numbers what may wait for a row: rows, or actions."""
+    """Which of these rows do not wait for their target; `of[row]` numbers what may do a row's waiting: the row itself,
+    or its action."""
     have = np.sort(of[program.columns.wait_row] * program.columns.rows + program.lookup.wait_targets)
     required = of[rows] * program.columns.rows + targets
     return np.flatnonzero(np.append(have, -1)[np.searchsorted(have, required)] != required)
 
 
 def prove_gradient_buffers(program: Program) -> None:
-    """Proves that a stage takes its place in the pool of gradients only after the REDUCE_SCATTER of all that were
-    there. Raises ScheduleError."""
+    """Proves that a stage takes its place in the pool of gradients only after the REDUCE_SCATTER of all stages that
+    were there. Raises ScheduleError."""
     columns, pairs = program.columns, []
     for rank in range(program.ranks):
         sums = gradient_sums(program, rank)
@@ -164,7 +166,7 @@ def prove_microbatches_apart(program: Program) -> None:
     one before. Raises ScheduleError."""
     columns, lookup = program.columns, program.lookup
     weights, complete = columns.rows_of(IS_WEIGHT), complete_weight_grads(program, every_microbatch=True)
-    numbers = np.full((lookup.holdings, program.microbatches), -1)  # of microbatches, by holding
+    numbers = np.full((lookup.holdings, program.microbatches), -1)  # by holding and microbatch
     holding = lookup.holding(complete.rank, complete.stage)
     numbers[holding, columns.microbatch[complete.row] // program.slices] = complete.number
     holding = lookup.holding(columns.rank[weights], columns.stage[weights])
@@ -214,13 +216,13 @@ def _activation_faults(program: Program) -> Iterator[tuple[int, int, str]]:
 
 
 def _taking(program: Program) -> Array:
-    """Waits of what takes memory for an OFFLOAD, which frees it."""
+    """The waits for an OFFLOAD of instructions that take over the memory it frees."""
     columns = program.columns
     return np.flatnonzero((columns.wait_op == CODE[Op.OFFLOAD]) & _ALLOCATES[columns.op[columns.wait_row]])
 
 
 def _early_takers(program: Program) -> Iterator[tuple[int, int, str]]:
-    """`_activation_faults` of what takes memory while the next stage may still read its input there."""
+    """`_activation_faults` of instructions that take over memory in which the next stage may still read its input."""
     columns, waits = program.columns, _taking(program)
     row, stage, number = columns.wait_row[waits], columns.wait_stage[waits], columns.wait_microbatch[waits]
     reader = program.lookup.rows(columns.rank[row], CODE[Op.F], stage + 1, number)
@@ -230,14 +232,14 @@ def _early_takers(program: Program) -> Iterator[tuple[int, int, str]]:
 
 
 def _first_takers(program: Program) -> Array:
-    """By row of an OFFLOAD the first one that takes its memory, or a row beyond all."""
+    """By row of an OFFLOAD, the first row that takes over its memory, or a row beyond all."""
     columns, waits, found = program.columns, _taking(program), np.full(program.columns.rows + 1, program.columns.rows)
     np.minimum.at(found, program.lookup.wait_targets[waits], columns.wait_row[waits])
     return found
 
 
 def _has_wait(of: Array, program: Program, rows: Array, targets: Array) -> Array:
-    """Whether each row waits for its target, -1 for none; `of` as of `unmet_waits`."""
+    """Whether each row waits for its target, -1 for none; `of` as in `unmet_waits`."""
     found = targets >= 0
     found[unmet_waits(of, program, rows, targets)] = False
     return found

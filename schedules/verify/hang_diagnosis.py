@@ -6,10 +6,10 @@ reached it; with post-validation VALIDATE blocks instead, until every rank has r
 Ranks that share layers (tp, cp, ep) block each other inside compute actions. A rank in its n-th wait of an action is
 blocked by the ranks of that axis that have not begun their n-th, and one that is in no wait is not blocked. A GPU
 counts as in its n-th wait until it begins the next one: ranks that wait for it are at later ones. With CUDA graphs and
-data-aware groups (of any ranks along dp, ep and cp) waits are not counted; there, and on a GPU before its first wait,
-the ranks that have not reached the action block a rank.
+data-aware groups (of any ranks along dp, ep and cp) waits are not counted; there, and on a GPU before its first wait, a
+rank is blocked by those that have not reached its action.
 
-What a rank that does not answer has launched may never have left its process: it blocks all that wait for it, and is
+What an unresponsive rank has launched may never have left its process: such a rank blocks all that wait for it, and is
 not blocked itself.
 
 So a rank is blocked if another rank has yet to launch something, and a rank that stays at an action without being
@@ -32,17 +32,17 @@ from pentad.schedules.passes.loss_pass import LOSS
 from pentad.schedules.passes.post_validation import NORM, VALIDATE, has_post_validation
 from pentad.schedules.spec.mesh import LAYER_AXES, Axis, Coordinates, Mesh
 
-GROUP_AXES: tuple[Axis, ...] = ("dp", *LAYER_AXES)  # of those that may, with data-aware groups
-LISTED = 4  # ranks of a sentence
-LAYER_OPS = COMPUTE | {Op.RECOMPUTE}  # what runs layers
+GROUP_AXES: tuple[Axis, ...] = ("dp", *LAYER_AXES)  # along which ranks may share layers, with data-aware groups
+LISTED = 4  # ranks that a sentence lists at most
+LAYER_OPS = COMPUTE | {Op.RECOMPUTE}  # ops that run layers
 
 
 class Position(NamedTuple):
     """A rank is at action `counter` of `step`, or has completed `step` if `counter` is -1 (step -1: none yet).
 
     `since` is how many seconds it has been there. `waits` is how many waits for operations inside layers it has begun
-    in the action, -1 if that is not known, and on a GPU before the first; `axis` is that of the operation that it waits
-    for now, '' if it does not, on a GPU that of the last one that it has come to.
+    in the action (-1: not known, or on a GPU before the first); `axis` is that of the operation that it waits for now
+    ('': none; on a GPU: that of the last one that it has reached).
     """
 
     step: int
@@ -55,8 +55,8 @@ class Position(NamedTuple):
 class Wait(NamedTuple):
     """A blocked rank: its action waits for the receive or collective `missing`, which `peers` have not sent or joined.
 
-    Of several it is the first that the action waits for. Inside a layer `missing` is the action, and `axis` that of the
-    operation if it is known.
+    If several are missing, it is the first that the action waits for. Inside a layer `missing` is the action, and
+    `axis` that of the operation if it is known.
     """
 
     rank: int
@@ -174,7 +174,7 @@ class _Run:
 
     def awaited(self, action: Action) -> list[Key]:
         """The transfers and collectives that an action blocks for."""
-        keys = [key for key in action.waits if key != NORM]  # that blocks at NORM itself: a later action has it
+        keys = [key for key in action.waits if key != NORM]  # NORM itself blocks; those that wait for it come later
         if has_post_validation(self.program):
             return [*keys, NORM] if action.key == VALIDATE else keys  # of the step before
         return [*keys, self.end] if action.key == self.end else keys
@@ -218,7 +218,7 @@ def _blocked(run: _Run) -> dict[int, tuple[Key, tuple[int, ...]]]:
         action = run.action(rank)
         if action is None:
             continue
-        keys = (key for key in action.waits if key != NORM)  # that blocks at NORM: a later action has it
+        keys = (key for key in action.waits if key != NORM)  # NORM itself blocks; those that wait for it come later
         if first := next(((key, peers) for key in keys if (peers := run.missing_peers(rank, key))), None):
             found[rank] = first
         elif action.key == VALIDATE and (late := run.missing_peers(rank, NORM, steps_ago=1)):
