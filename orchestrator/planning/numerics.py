@@ -85,7 +85,7 @@ def why_gathered_wide(scaling: Scaling, compare_every: int, *, host: bool, twice
 
 
 def require_fp8(plan: Plan, gpu: str) -> None:
-    """Raises PentadError if FP8 products fit neither the plan's shapes nor the GPU of this name ('': unknown)."""
+    """Raises PentadError if FP8 products do not fit the plan's shapes or the GPU of this name ('': unknown)."""
     if plan.fp8 is None:
         return
     matmul = f"precision.matmul is fp8-{plan.fp8.scaling}"
