@@ -30,12 +30,12 @@ from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 
-MOST_CELLS = 200  # widest grid that is shown unasked
+MOST_CELLS = 200  # the widest grid that is shown by default
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """A proven program and the costs it is simulated at; `chosen` says how `auto` came to it."""
+    """A proven program and the costs it is simulated at. `chosen` explains the choice of `auto`."""
 
     program: Program
     costs: Costs
@@ -43,7 +43,7 @@ class Schedule:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Simulated when it is first drawn: a large program has hundreds of thousands of spans."""
+        """Simulated on first use: a large program has hundreds of thousands of spans."""
         return simulate(self.program, self.costs)
 
     @cached_property
@@ -57,12 +57,12 @@ class Schedule:
 
     @property
     def longest(self) -> float:
-        """From the first start on a rank to its last end, for the rank where that is longest."""
+        """From the first start to the last end on the rank where that is longest."""
         return self._facts["longest"]
 
     @property
     def bubble(self) -> dict[str, float]:
-        """The idle share of the ranks' time, 0 to 1, of `makespan` and of `longest` (docs/glossary.md)."""
+        """The idle fraction of the ranks' time, 0 to 1, of `makespan` and of `longest` (docs/glossary.md)."""
         return self._facts["bubble"]
 
     @property
@@ -83,11 +83,11 @@ class Schedule:
 
     @checks_types
     def facts(self, *, with_streams: bool = True) -> dict[str, Any]:
-        """What `pentad schedule --json` prints; with or without every instruction as text."""
+        """What `pentad schedule --json` prints, with or without every instruction as text."""
         return summary(self.program, self.costs, with_streams=True) if with_streams else dict(self._facts)
 
     def bounds(self) -> dict[str, Any]:
-        """The critical path's shares by op and by rank, and the step under changed costs."""
+        """The shares of the critical path by op and by rank, and the step under changed costs."""
         path = critical_path(self.program, self.costs)
         seconds, found = path[-1].end - path[0].start, breakdown(path)
         by_op = {str(op): part / seconds for op, part in found.by_op.items()}
@@ -101,7 +101,7 @@ class Schedule:
 
     @checks_types
     def html(self, *others: Schedule, facts: dict[str, str] | None = None, limit: float | None = None) -> str:
-        """An interactive page of a step, with `others` below it; `facts` are shown beside the title and `limit` in the
+        """An interactive page of a step, with `others` below it; `facts` appear beside the title, and `limit` in the
         curves of activations."""
         shown = (self, *others)
         names = " and ".join(each.program.name for each in shown)
@@ -114,7 +114,7 @@ class Schedule:
         return torch_csv(self.program)
 
     def lines(self) -> dict[str, str]:
-        """What the command line says of it, by the head of the line."""
+        """What the command line prints about it: text by heading."""
         peaks = ", ".join(f"{peak:g}" for peak in self.peak_activations)
         bubble = self.bubble
         return {
@@ -126,7 +126,7 @@ class Schedule:
         }
 
     def grid(self, console: Console) -> list[Text]:
-        """The time grid; in a terminal too narrow for it, bars that fill the terminal."""
+        """The time grid; if the terminal is too narrow for it, bars that fill the terminal."""
         lines, coloured = time_grid(self.program, self.timeline, self.costs).splitlines(), is_coloured(console)
         if console.is_terminal and max(map(len, lines)) > console.width:
             return bars(self.timeline, console.width, coloured=coloured)
@@ -193,11 +193,11 @@ def schedule(
         ranks,
         microbatches,
         costs=found,
-        replicas=2 if memory_options.zero else 1,  # one replica has nothing to shard
+        replicas=2 if memory_options.zero else 1,  # a single replica has nothing to shard
         post_validation=post_validation,
         options=options,
         memory_options=memory_options,
-        order=order if chosen else None,  # others may depend on the costs, which depend on the order's placement
+        order=order if chosen else None,  # other orders may depend on the costs, which depend on the order's placement
     )
     return Schedule(program, found, chosen)
 
@@ -205,7 +205,7 @@ def schedule(
 def _memory_options(
     zero: int | None, max_gathered: int | None, prefetch: int | None, max_resident: float | None
 ) -> MemoryOptions:
-    """Raises PentadError on options that are out of range, or that need another one."""
+    """Raises PentadError for options that are out of range or that need another one."""
     stage, ahead = zero or 0, 1 if prefetch is None else prefetch
     if not 0 <= stage <= 3:
         raise PentadError(f"--zero is {stage}: expected a stage of ZeRO, 0 to 3")
