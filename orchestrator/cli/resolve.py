@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def find_run(name: str, address: str | None) -> Path | tuple[Jobs, Job]:
-    """The folder of a run, or with `address`, or when no run has that name, a job. Raises PentadError for neither."""
+    """The folder of a run; or a job, if `address` is given or no run has that name. Raises PentadError if there is
+    neither."""
     no_run = None
     if address is None:
         try:
@@ -32,7 +33,7 @@ def find_run(name: str, address: str | None) -> Path | tuple[Jobs, Job]:
 
 
 def folder_of(name: str, address: str | None) -> Path:
-    """The folder of a run or of a job's run. Raises PentadError for a job whose folder is not visible from here."""
+    """The folder of a run or of a job's run. Raises PentadError for a job whose folder is not accessible from here."""
     found = find_run(name, address)
     if isinstance(found, Path):
         return found

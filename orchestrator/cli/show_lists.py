@@ -21,7 +21,7 @@ _PLACEMENTS: dict[Any, str] = {looped: "loop", mirrored: "mirror", v_shaped: "V"
 
 
 def show_runs(folder: Path, console: Console, *, as_json: bool) -> None:
-    """Lists the runs in `folder`, the last active first. Raises PentadError when there is no such folder."""
+    """Lists the runs in `folder`, most recently active first. Raises PentadError if there is no such folder."""
     if not folder.is_dir():
         raise PentadError(f"--folder is '{folder}', which is not a folder: expected one that holds runs")
     found = [_run(path.parent) for path in folder.glob(f"*/{CONFIG}")]
@@ -66,7 +66,7 @@ def show_schedules(console: Console, *, as_json: bool) -> None:
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    """A line of `pentad runs`; a run that this version cannot read is listed as unreadable."""
+    """A row of `pentad runs`; a run that this version cannot read is listed as unreadable."""
     from pentad.orchestrator.api.runs import Run
     from pentad.orchestrator.control.control_client import ended
 
@@ -75,7 +75,7 @@ def _run(folder: Path) -> dict[str, Any]:
     try:
         try:
             status = Run(folder).status(1.0)
-        except PentadError:  # live, but it does not answer, or only on another machine
+        except PentadError:  # live, but it does not answer, or does so only on another machine
             status = ended(folder) | {"state": "running"}
         found |= {key: status[key] for key in ("state", "step", "steps", "loss")}
     except (PentadError, OSError):
@@ -84,7 +84,7 @@ def _run(folder: Path) -> dict[str, Any]:
 
 
 def print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], *, wrapped: str) -> None:
-    """Wraps nothing but the column `wrapped`, and only on a terminal: IDs are copied, and programs read lines."""
+    """Wraps only the column `wrapped`, and only on a terminal: IDs are copied, and programs read lines."""
     widths = {head.rstrip(">"): 2 + max(map(len, cells)) for head, *cells in zip(heads, heads, *rows, strict=True)}
     if console.is_terminal:
         widths[wrapped] = min(widths[wrapped], 20)

@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.5
 
 
 def show_run_log(folder: Path, *, followed: bool, as_json: bool) -> None:
-    """Prints the steps and events of a run; `followed` continues until it ends, or Ctrl-C."""
+    """Prints the steps and events of a run; if `followed`, until it ends or Ctrl-C."""
     if as_json and not followed:
         log = "".join(f"{line}\n" for _, line in _log_lines(folder))
         print(json.dumps({"run": folder.name, "folder": str(folder), "log": log}))
@@ -38,7 +38,7 @@ def show_run_log(folder: Path, *, followed: bool, as_json: bool) -> None:
 
 
 def _log_lines(folder: Path) -> Iterator[tuple[float, str]]:
-    """Lines for the steps and events of a run in order, each with its step."""
+    """Lines for the steps and events of a run, in order, each with its step."""
     steps = saved_config(folder).run.steps
     events = [row for row in read_lines(folder / JOURNAL, ["event", "time"]) if row["event"] != "place"]
     lines = [(row["step"] + 0.5, step_line(row, steps)) for row in read_lines(folder / METRICS, METRIC_KEYS)]

@@ -25,7 +25,7 @@ from pentad.workers.checkpoint.atomic_io import partial_file
 
 
 def show_schedule(arguments: ScheduleArguments, console: Console) -> None:
-    """Raises PentadError on a mistake in the arguments or a file that cannot be written."""
+    """Raises PentadError for a mistake in the arguments or a file that cannot be written."""
     built, files = _build(arguments), arguments.files
     shown = [built, *_beside(arguments)]
     for option, path in files.items():
@@ -70,8 +70,8 @@ def write(option: str, path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def output_file(option: str, path: Path) -> Iterator[Path]:
-    """A file to write, which is at `path` at the end, or as before when the block fails; a device or a pipe is written
-    as it is. Raises PentadError naming the option if it cannot be written."""
+    """A file to write. It appears at `path` when the block ends, and what was there stays if the block fails; a device
+    or pipe is written directly. Raises PentadError, naming the option, if it cannot be written."""
     is_special = path.exists() and not path.is_file()
     try:
         with nullcontext(path) if is_special else partial_file(path.resolve()) as file:
@@ -95,7 +95,7 @@ def _three(text: str) -> tuple[float, float, float]:
 
 
 def _beside(arguments: ScheduleArguments) -> list[Schedule]:
-    """The schedule of --beside, with the same sizes and costs and the options that it accepts."""
+    """The schedule of --beside, with the same sizes and costs, and those options that it accepts."""
     other = arguments.beside
     if other is None:
         return []

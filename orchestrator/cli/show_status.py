@@ -1,4 +1,4 @@
-"""`pentad status`, `page`, `pause`, `checkpoint`, `abort`: shows what a run is doing, and sends it requests."""
+"""`pentad status`, `page`, `pause`, `checkpoint`, `abort`: show what a run is doing, and send it requests."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _OUTCOMES = {
 }
 _LATE_SECONDS = 3.0  # older heartbeats are highlighted
 _POLL_SECONDS = 0.1
-_MAX_ROWS = 64  # of ranks, unless the terminal says how many fit
+_MAX_ROWS = 64  # rows of ranks, unless the terminal says how many fit
 
 
 def show_status(run: Path, console: Console, *, watch: bool, as_json: bool, timeout_seconds: float) -> None:
-    """Prints the status of a run, live or not; with `watch` again after each change, until it ends or Ctrl-C."""
+    """Prints the status of a run, live or not; with `watch` again after each change, until the run ends or Ctrl-C."""
     statuses = _statuses(run, watch, timeout_seconds)
     if as_json:
         for status in statuses:
@@ -53,8 +53,8 @@ def show_status(run: Path, console: Console, *, watch: bool, as_json: bool, time
 
 
 def show_page(run: Path, *, as_json: bool, timeout_seconds: float) -> None:
-    """Prints the address of a run's page with the token that it asks for. The page of a run that is not live is served
-    here, from its folder, until Ctrl-C."""
+    """Prints the address of a run's page, with its token. The page of a run that is not live is served here, from its
+    folder, until Ctrl-C."""
     try:
         with connect(run) as client:
             url = client.status(timeout_seconds)["endpoints"].get("page")
@@ -67,7 +67,7 @@ def show_page(run: Path, *, as_json: bool, timeout_seconds: float) -> None:
 
         token = secrets.token_urlsafe(16)
         with closing(PageServer(EndedRun(run), "127.0.0.1", 0, token, None)) as server, Interrupts() as interrupts:
-            interrupts.stop = lambda: None  # KeyboardInterrupt would get lost in a finalizer that happens to run
+            interrupts.stop = lambda: None  # a KeyboardInterrupt would get lost in a finalizer that happens to run
             _print_page(run, f"{server.url}?token={token}", as_json)
             state = f"run {run.name} is {error.last['state']}: this command serves its page until Ctrl-C"
             Console(stderr=True).print(Text(state, "dim"), soft_wrap=True)
@@ -82,7 +82,7 @@ def _print_page(run: Path, address: str, as_json: bool) -> None:
 def show_request(run: Path, verb: str, console: Console, *, as_json: bool, timeout_seconds: float) -> None:
     """Sends a live run 'pause', 'resume', 'checkpoint', 'stop' or 'abort', and prints the outcome.
 
-    Raises PentadError when it takes longer.
+    Raises PentadError on timeout.
     """
     with connect(run) as client:
         outcome = client.request(verb, timeout_seconds)
@@ -150,7 +150,7 @@ def ranks_table(ranks: list[dict[str, Any]], rows: int) -> Table:
 
 
 def _statuses(run: Path, watch: bool, seconds: float) -> Iterator[dict[str, Any]]:
-    """The statuses of a run; if it is not live, or ends meanwhile, the last one comes from its folder."""
+    """The statuses of a run. If it is not live, or ends meanwhile, the last one comes from its folder."""
     try:
         with connect(run) as client:
             if watch:
