@@ -58,8 +58,8 @@ Device = Literal["cpu", "cuda"]
 class PlannedRun:
     """What would run: the plan, guessed costs of its instructions in seconds, whether it fits into memory, and what its
     evaluations cost (None: there are none) beside this many training steps. `data_error` says what is wrong with the
-    data ('' if nothing is), `remedy` what to change if the plan does not fit, `note` what costs time or memory for
-    nothing, and `chosen` what the planner chose for `auto`, as overrides. `balance` is how evenly documents divide over
+    data ('' if nothing is), `remedy` what to change if the plan does not fit, `note` what gains nothing or was not
+    checked, and `chosen` what the planner chose for `auto`, as overrides. `balance` is how evenly documents divide over
     ranks (None: attention crosses documents, or the data are not prepared), `capacity` why data.capacity_factor: auto
     is no larger (None: it is given, or nothing fits), and `band` how long 5 to 95 % of steps take (None: none were
     drawn)."""
