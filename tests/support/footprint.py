@@ -1,4 +1,4 @@
-"""The processes and files of a run on this machine, identified by a mark in its environment."""
+"""The processes and files of a run on this machine, identified by a mark in their environment."""
 
 from __future__ import annotations
 

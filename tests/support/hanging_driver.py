@@ -1,4 +1,4 @@
-"""`pentad train` whose run folder answers nothing from step FROM on, for some seconds or for good:
+"""`pentad train` whose run folder stops responding at step FROM, for some seconds or for good:
 `python -m hanging_driver SECONDS OVERRIDES`, inf for good"""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ metrics = RunFolder.metrics
 
 
 def hanging(seconds: float, patch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`metrics` of a run folder that hangs once a step of at least FROM is to be recorded."""
+    """The `metrics` of a run folder that hangs once a step of at least FROM is to be recorded."""
     disks = list[HangingDisk]()
 
     def record(folder: RunFolder, *rows: dict[str, Any]) -> list[dict[str, Any]]:

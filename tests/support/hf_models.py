@@ -52,7 +52,7 @@ GPT_OSS = {
     **{"num_experts_per_tok": 2, "rope_parameters": {**YARN, **LONG, "truncate": False}},
 }
 
-# Name of a model -> (class prefix in transformers, values of its config).
+# Name of a model -> (class prefix in transformers, values in its config).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", DENSE),
     "llama-tied": ("Llama", {**DENSE, "tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -93,10 +93,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Those that every expensive test runs; the others differ from one of them in little.
+# Run only as slow cases: each differs little from one of the models that expensive tests always run.
 SLOW = {"qwen2", "qwen2-window", "mistral", "mistral-full", "phi3", "gemma2-uncapped", "gemma3"}
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name is not that of the model class
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # if the name is not that of the model class
 
 
 def make(name: str, **other: Any) -> Any:
@@ -175,8 +175,7 @@ def rewrite(folder: Path, **values: Any) -> None:
 
 @contextmanager
 def widened(name: str, monkeypatch: Any) -> Iterator[None]:
-    """Within the block, a family computes in float64 what it normally casts to float32: norms, softmax, router,
-    angles."""
+    """Within the block, a family computes in float64 what it casts to float32: norms, softmax, router, angles."""
     module = (
         MODELS[name][0]
         .lower()

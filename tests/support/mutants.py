@@ -15,7 +15,7 @@ from pentad.schedules.simulate.dependencies import data_dependencies
 
 
 class Mutant(NamedTuple):
-    """A program with a defect. `culprits` are the changed instructions and those that depend on one directly: that wait
+    """A program with a defect. `culprits` are the changed instructions and those that directly depend on one: that wait
     for it, read its result, rendezvous with it, or follow it on its lane. `fatal`: the defect is never harmless."""
 
     kind: str
@@ -86,10 +86,10 @@ def _moves(stream: Stream, index: int) -> Iterator[Edit]:
 
 
 def _swaps(program: Program, index: int, rank: int, depends: dict[Place, set[Place]]) -> Iterator[Edit]:
-    """With the next action, if that depends on it; with the next one of its lane, if the order of a communicator
-    matters.
+    """Swaps with the next action, if that depends on it; and with the next action of its lane, if the order of a
+    communicator matters.
 
-    Collectives of one pipeline rank meet only its replicas, which run the same stream: their order is free.
+    Collectives of one pipeline rank involve only its replicas, which run the same stream: their order is free.
     """
     stream = program.streams[rank]
     action = stream[index]

@@ -1,5 +1,5 @@
-"""`pentad train` whose layers take the same time on all ranks, but 15 % longer on rank 1 or 3 after BEGINS steps:
-`python -m padded_runner Slow1 OVERRIDES`; or whose stages take the same, but that of rank 0 half as much again:
+"""`pentad train` whose layers take equally long on all ranks, except 15 % longer on rank 1 or 3 after BEGINS steps:
+`python -m padded_runner Slow1 OVERRIDES`; or whose stages take equally long, except 50 % longer on rank 0:
 `python -m padded_runner LongFirst OVERRIDES`"""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pentad.schedules.ir.instruction import Instruction
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.runtime.runner import Runner
 
-LAYER_SECONDS = {"F": 0.006, "BW": 0.012}  # most of it is sleep
+LAYER_SECONDS = {"F": 0.006, "BW": 0.012}  # most of it sleep
 STAGE_SECONDS = {"F": 0.03, "B": 0.03, "W": 0.03, "BW": 0.06}
 FACTOR = 1.15
 BEGINS = 40  # ranks without peers are compared with what they did in their first 34 steps
@@ -60,7 +60,7 @@ class LongFirst(Runner):
 
 
 def command(name: str | int) -> tuple[str, ...]:
-    """Of a class; of Slow1 or Slow3 the rank will do."""
+    """The command for a class; for Slow1 or Slow3 the rank is enough."""
     return (sys.executable, "-P", "-m", "padded_runner", name if isinstance(name, str) else f"Slow{name}")
 
 

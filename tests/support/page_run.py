@@ -1,4 +1,4 @@
-"""A run without ranks, whose events are made up, and the page of it."""
+"""A run without ranks whose events are made up, and its page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PageRun:
         self.bus.ranks_placed(cast(WorkerGroup, group))
 
     def run(self, *steps: int, generation: int = 1, together: bool = False, loads: Any = LOADS) -> None:
-        """Measured steps, each as simulated; `together`, in one call, of which only the last ones are measured."""
+        """Measured steps, each as simulated; `together`: in one call, of which only the last ones are measured."""
         rows, measured = list[dict[str, Any]](), list[tuple[Span, ...]]()
         for step in steps:
             spans = tuple(s._replace(step=step, start=s.start + step, end=s.end + step) for s in self.spans)
@@ -67,14 +67,14 @@ class PageRun:
             self.bus.steps_done(rows[first:last], measured[first:last][-10:])
 
     def stall(self) -> None:
-        """Rank 3, of the last stage, stays in its first forward: rank 1 waits for its gradient. The other replica goes
-        on, until both meet at the end of the step."""
+        """Rank 3, of the last stage, stays in its first forward, and rank 1 waits for its gradient. The other replica
+        goes on until both meet at the end of the step."""
         for rank in (0, 1, 2, 3):
             self.at(rank, Op.F if rank == 3 else Op.BW if rank < 2 else Op.F)
         self.bus.update_ranks(self.statuses, dict.fromkeys(range(4), time.monotonic() + 3600))  # all answer
 
     def at(self, rank: int, op: Op) -> None:
-        """The rank is at the first instruction of this op."""
+        """Puts the rank at the first instruction with this op."""
         stream = self.plan.program.streams[self.plan.mesh.coordinates(rank).pp]
         counter = next(number for number, action in enumerate(stream) if action.key.op is op)
         self.statuses = {**getattr(self, "statuses", {}), rank: Status(1, 3, str(stream[counter].key), 0.1, counter)}
@@ -82,7 +82,7 @@ class PageRun:
 
 @contextmanager
 def page_run(folder: Path, *words: str, first: int = 0) -> Iterator[PageRun]:
-    """Ranks are placed; `first` steps of a former driver are in the folder."""
+    """A run with placed ranks; its folder has `first` steps of an earlier driver."""
     defaults = (f"run.folder={folder}", "run.name=trial", "run.steps=40", "mesh.dp=2", "mesh.pp=2")
     config = load(None, [*defaults, "schedule.name=1f1b", *words])
     plan = make_plan(config, "cpu")

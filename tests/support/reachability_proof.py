@@ -1,4 +1,4 @@
-"""An independent verification of programs by reachability, sharing no code with `check` or `events`."""
+"""An independent verification of programs by reachability; shares no code with `check` or `events`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def partner(place: Place, part: Instruction) -> Place:
 
 
 class Facts(NamedTuple):
-    """`before[place]` is the bit set of instructions that end before `place` starts at any costs: bit k is the k-th of
-    `parts`. `home` maps a compute key to its rank."""
+    """`before[place]` is the bit set of instructions that end before `place` starts, whatever the costs; bit k is the
+    k-th of `parts`. `home` maps a compute key to its rank."""
 
     program: Program
     parts: dict[Place, Instruction]
@@ -53,7 +53,7 @@ def prove(program: Program, replicas: int) -> None:
 
 
 def _direct(program: Program, parts: dict[Place, Instruction]) -> dict[Place, set[Place]]:
-    """The direct dependencies of each instruction and those that rendezvous with it: by waits and by lanes."""
+    """The direct dependencies of each instruction, by waits and lanes, and the instructions that rendezvous with it."""
     together: dict[Place, list[Place]] = defaultdict(list)  # instructions that rendezvous
     for (rank, key), part in parts.items():
         if key.op in SENDS:
@@ -68,7 +68,7 @@ def _direct(program: Program, parts: dict[Place, Instruction]) -> dict[Place, se
     for rank, stream in enumerate(program.streams):
         last: dict[str, set[Place]] = {}
         for action in stream:
-            for part in action.parts:  # of an overlapped pair, the forward may end before the backward
+            for part in action.parts:  # in an overlapped pair, the forward may end before the backward
                 before = {(rank, key) for key in part.waits} | last.get(part.lane, set())
                 last[part.lane] = {(rank, part.key)}
                 for place in ((rank, part.key), *together[rank, part.key]):
@@ -98,7 +98,7 @@ def _before(direct: dict[Place, set[Place]], number: dict[Place, int]) -> dict[P
 
 
 def _prove_data(facts: Facts, stage: int, mb: int) -> None:
-    """Asserts F, then BW or B and W, on one rank; their inputs were computed there earlier, or sent and received."""
+    """Asserts F, then BW or B and W, on one rank, with inputs computed there earlier, or sent and received."""
     backward = {s: Op.BW if Key(Op.BW, s, mb) in facts.home else Op.B for s in range(facts.program.stages)}
     ops = (Op.F, backward[stage]) if backward[stage] is Op.BW else (Op.F, Op.B, Op.W)
     assert {op for op in COMPUTE if Key(op, stage, mb) in facts.home} == set(ops)
@@ -121,7 +121,7 @@ def _prove_data(facts: Facts, stage: int, mb: int) -> None:
 
 
 def _prove_slices(facts: Facts, stage: int, piece: int) -> None:
-    """Asserts that the slices of a sequence run forward in order and backward in reverse order, on one rank."""
+    """Asserts that the slices of a sequence run forward in order and backward in reverse, on one rank."""
     slices = facts.program.slices
     if piece % slices:
         one, two = (Key(Op.F, stage, k) for k in (piece - 1, piece))
@@ -133,8 +133,8 @@ def _prove_slices(facts: Facts, stage: int, piece: int) -> None:
 
 
 def _prove_end(facts: Facts, rank: int, replicas: int) -> None:
-    """Gradients of a stage accumulate in microbatch order, those of one microbatch from the last slice to the first;
-    then shared ones are reduced; then the norm, then the step."""
+    """Asserts that gradients of a stage accumulate in microbatch order, within a microbatch from the last slice to the
+    first; then shared ones are reduced; then come the norm and the step."""
     mine = [(r, key) for r, key in facts.parts if r == rank]
     assert facts.earlier((rank, NORM), (rank, STEP))
     assert all(facts.earlier(place, (rank, NORM)) for place in mine if place[1].op in COMPUTE)
@@ -156,7 +156,7 @@ def _sum_order(piece: int, slices: int) -> tuple[int, int]:
 
 
 def _prove_slots(facts: Facts, rank: int) -> None:
-    """Asserts that of two tensors in one slot, one is last read before the other is received."""
+    """Asserts for any two tensors in one slot that one is last read before the other is received."""
     held: dict[tuple[Op, int], list[tuple[Place, Place]]] = defaultdict(list)
     for (r, key), part in facts.parts.items():
         if r == rank and key.op in RECEIVES:
@@ -172,8 +172,8 @@ def _prove_slots(facts: Facts, rank: int) -> None:
 
 def stuck(program: Program, *, buffered: bool = False) -> set[tuple[int, int]]:
     """(rank, index) of actions that never end if lanes run in order and the host launches nothing after a compute
-    action until it has ended. A transfer ends when both of its ends are reached; with `buffered` a send ends at
-    once."""
+    action until it has ended. A transfer ends when both of its ends are reached; with `buffered` a send ends at once.
+    """
     where = {(rank, u.key): (rank, i) for rank, s in enumerate(program.streams) for i, u in enumerate(s)}
     where |= {
         (rank, p.key): (rank, i) for rank, s in enumerate(program.streams) for i, u in enumerate(s) for p in u.parts
