@@ -1,1 +1,1 @@
-"""What a stage allocates and keeps between forward and backward, in bytes, and which kernels it uses."""
+"""What a stage allocates and keeps between forward and backward, in bytes, and with which kernels."""

@@ -13,9 +13,9 @@ from pentad.orchestrator.activations.allocations import BYTES, INDEX, Allocation
 from pentad.orchestrator.activations.attention_memory import AttentionShape, attention_core, attention_shape
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 
-OUTPUT_GRADIENT = "gradient of the result"  # received by B; allocated by the next layer or stage, unless gathered
+OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the next layer or stage unless gathered
 INPUT_GRADIENTS = "gradients of the input, after and before its norm"
-POST_NORM_GRADIENT = "gradient of the norm's input"  # the same if a norm follows, which allocates it
+POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm follows, which allocates it
 
 
 @lru_cache(maxsize=4096)
@@ -42,7 +42,7 @@ def _made_by(part: str, allocations: Iterable[Allocation]) -> list[Allocation]:
 def _residual(
     model: ModelSpec, sublayer: Iterable[Allocation], piece: Piece, *, reused: bool
 ) -> list[list[Allocation]]:
-    """`reused`: W reads the sublayer's input as it is; otherwise it reads a gathered copy or a cast."""
+    """`reused`: W reads the sublayer's input as it is; otherwise it reads a gathered copy, or a cast."""
     before, own, after = list(residual_stream(model.hidden, piece, reused=reused)), list(sublayer), list[Allocation]()
     if model.norms != "after":
         stream, maximum = piece.stream(model.hidden), 0 if reused else _amax(piece)
@@ -80,7 +80,7 @@ def norm(hidden: int, piece: Piece) -> Iterator[Allocation]:
 
 
 def attention(model: ModelSpec, has_window: bool, piece: Piece) -> Iterator[Allocation]:
-    """Grouped-query attention; queries, keys and values are parts of one tensor."""
+    """Grouped-query attention: queries, keys and values are parts of one tensor."""
     shape = attention_shape(model, piece)
     is_plain = not (has_window or model.attn_logit_softcapping or model.attention_sinks)
     saved, forward, backward = attention_core(shape, is_plain=is_plain, has_softcap=model.attn_logit_softcapping > 0)

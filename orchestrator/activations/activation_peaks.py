@@ -31,7 +31,7 @@ _HAS_EFFECT, _FREES = op_mask({*COMPUTE, Op.RECOMPUTE, Op.RELOAD}), op_mask({*CO
 
 
 class Effect(NamedTuple):
-    """Change in the bytes held: at the end, and at the peak."""
+    """Change in the bytes held, at the end and at the peak."""
 
     held: int
     peak: int
@@ -93,7 +93,7 @@ class StageActivations:
 
 class LayerEffects(NamedTuple):
     totals: Totals
-    incoming: int  # bytes of the gradient that B receives and W reads
+    incoming: int  # bytes of the gradient that B receives, which W reads
     forward: Effect
     backward: Effect
 
@@ -180,8 +180,8 @@ def _stage(model: ModelSpec, kinds: Sequence[LayerTraits], first: bool, last: bo
 
 
 def _backward_and_weight(blocks: Sequence[tuple[Effect, int, int]], piece: Piece) -> Effect:
-    """BW of layers (B, bytes deferred, workspace of W). W runs at once; or during the next layer's B, if that waits for
-    other ranks only inside attention."""
+    """BW of layers (B, bytes deferred, workspace of W): W runs at once, or during the next layer's B if that waits for
+    other ranks only within attention."""
     effects: list[Effect] = []
     is_late, pending = piece.mesh.cp > 1 and piece.mesh.tp * piece.mesh.ep == 1, 0
     for backward, deferred, needed in blocks:
@@ -284,8 +284,8 @@ def run_order(program: Program, pp: int, *, is_local: bool) -> Array:
 
 
 class _Place(NamedTuple):
-    """What the effect of an instruction depends on: its op code and stage, whether the previous and the next stage are
-    on this rank as well, and whether this is the first or the last slice of a microbatch."""
+    """What the effect of an instruction depends on: its op code, its stage, whether the previous and next stages are on
+    this rank as well, and whether this is the first and the last slice of a microbatch."""
 
     op: int
     stage: int
@@ -296,7 +296,7 @@ class _Place(NamedTuple):
 
 
 def _places(program: Program, pp: int) -> Iterator[Array]:
-    """The fields of `_Place`, by row of the rank."""
+    """The fields of `_Place`, by row of a rank."""
     columns, lookup, (first, end) = program.columns, program.lookup, program.columns.rank_offsets[pp : pp + 2]
     stage, number = columns.stage[first:end], columns.microbatch[first:end]
     yield from (columns.op[first:end], stage)

@@ -84,7 +84,7 @@ class Piece(NamedTuple):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether tp ranks gather all tokens before a product, and so hold a copy of its input."""
+        """Whether tp ranks gather all tokens before a product, and so have a copy of its input."""
         return self.mesh.tp > 1
 
     def stream(self, hidden: int) -> int:
@@ -105,7 +105,7 @@ class Piece(NamedTuple):
 
     @property
     def keeps_operands(self) -> bool:
-        """Whether W reads the tensors of F and B as they are, rather than gathered copies or casts."""
+        """Whether W reads the tensors of F and B as they are, neither gathered copies nor casts."""
         return not self.is_gathered and self.fp8 is None
 
     @property
@@ -140,7 +140,7 @@ class Piece(NamedTuple):
         return self if self.fp8 is None or self.fp8.head else self._replace(fp8=None)
 
     def expert_rows(self, rows: int, width: int) -> int:
-        """Bytes of rows [rows, width] in the experts' products."""
+        """Bytes of rows [rows, width] of the experts' products."""
         return sum(self.expert_tensors(rows, width))
 
     def expert_tensors(self, rows: int, width: int) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ def total(allocations: Iterable[Allocation]) -> Totals:
 def piece_of(plan: Plan) -> Piece:
     length = plan.batch.sequence_length // plan.program.slices // plan.mesh.cp
     rows = plan.batch.micro_batch_size
-    if plan.batch.capacity:  # one sequence of as many tokens as a rank can hold
+    if plan.batch.capacity:  # one sequence of the tokens that a rank can hold
         rows, length = 1, plan.batch.capacity
     sizes = rows, length, plan.dtype, plan.device, plan.program.slices
     mask, fraction, chunk = plan.data.document_mask, plan.recompute_fraction, plan.logit_rows

@@ -13,7 +13,7 @@ from pentad.schedules.spec.model import ModelSpec
 TRITON_HEAD_DIMS, MAX_HEAD_DIM = {(32, 32), (64, 64), (128, 128), (192, 128), (256, 256)}, 256
 # For cuDNN's deterministic backward, as in kernels/attention/attention_cudnn.py.
 CUDNN_HEAD_DIM, CUDNN_WIDE_HEAD_DIMS, CUDNN_TILE, CUDNN_WORKSPACE = 128, {(192, 128), (256, 256)}, 128, 2 * 2**30
-PROCESSORS = 132  # of a Hopper GPU; deterministic flash attention sums dq in at most this many parts
+PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at most this many parts
 
 
 class AttentionShape(NamedTuple):
@@ -199,7 +199,7 @@ def in_order_workspace(shape: AttentionShape, *, whole: bool = False) -> int:
     if not piece.kernels.cudnn_frontend or not is_served:
         return 0
     length, is_split = shape.kernel_sizes[1], piece.mesh.cp > 1 and not shape.is_exchanged
-    halves = is_split and not whole  # blocks between ranks have half of the queries or of the keys
+    halves = is_split and not whole  # blocks between ranks have half of the queries or keys
     return max(_workspace_of(shape, keys) for keys in (length, length // 2)[: 1 + halves])
 
 

@@ -60,7 +60,7 @@ def chosen_kernels(plan: Plan, times: Iterable[KernelTimes]) -> KernelChoice:
 
 
 def _impossible(plan: Plan) -> str:
-    """Why the ranks cannot use the kernels; '' if they can."""
+    """Why the ranks cannot use the kernels, '' if they can."""
     name, model = plan.kernels.name, plan.model
     if name in ("auto", "torch"):
         return ""

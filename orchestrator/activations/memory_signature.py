@@ -29,7 +29,7 @@ def _unit(plan: Plan, unit: int, piece: Piece) -> Hashable:
 
 
 def _rows(program: Program, pp: int) -> Iterator[bytes]:
-    """The instructions of a rank, with stages numbered from its first one."""
+    """The instructions of a rank, with stages counted from its first one."""
     columns, base = program.columns, program.placement[pp][0]
     rows = slice(*columns.rank_offsets[pp : pp + 2].tolist())
     waits = slice(*columns.wait_offsets[[rows.start, rows.stop]].tolist())

@@ -17,8 +17,8 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange
 
-MARGIN = 1.05  # where bytes are not known exactly
-PADDING = 1 / 256  # for statistics of GPU kernels
+MARGIN = 1.05  # where bytes are not known
+PADDING = 1 / 256  # of statistics of GPU kernels
 
 
 def cuts_of(plan: Plan, units: Sequence[int] | None = None) -> tuple[Cut, ...]:

@@ -1,4 +1,4 @@
-"""A configuration as YAML with a comment that explains every key, in the words of docs/configuration.md."""
+"""A configuration as YAML in which a comment explains every key, in the words of docs/configuration.md."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Comparison:
         return self.all_simulated.of_step(self.step)
 
     def facts(self) -> dict[str, Any]:
-        """Makespan, longest and bubble of both, in seconds and fractions, and each rank's seconds of compute."""
+        """Makespan, longest and bubble of both, in seconds and shares, and each rank's seconds of compute."""
         busy = {rank: seconds for rank, (_, _, seconds) in self.measured.busy_by_rank.items()}
         return {
             "step": self.step,

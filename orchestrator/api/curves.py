@@ -28,7 +28,7 @@ _Row = Mapping[str, Any]
 
 @dataclass(frozen=True, repr=False)
 class Curves:
-    """The losses of each corpus, and the steps at which their mixture changed."""
+    """The losses of each corpus, and the steps in which their mixture changed."""
 
     run: str
     curves: tuple[LossCurve, ...]

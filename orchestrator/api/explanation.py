@@ -27,7 +27,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.read_costs import read_costs
 
 MOST_CAUSES = 5
-MOST_COLUMNS = 8  # ranks with a column each
+MOST_COLUMNS = 8  # ranks that get a column each
 LEAST_SHARE = 0.001  # of the step; causes below it get no line
 
 
@@ -46,7 +46,7 @@ class Explanation:
 
     @property
     def seconds(self) -> float:
-        """The step's time, averaged over the ranks."""
+        """The step's time, on average over the ranks."""
         return sum(step.nanoseconds for step in self.ranks) / len(self.ranks) / 1e9
 
     def facts(self) -> dict[str, Any]:

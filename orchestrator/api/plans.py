@@ -107,7 +107,7 @@ class PlannedRun:
 
     @property
     def evaluation_share(self) -> float | None:
-        """The fraction of the run's time that evaluations take; None if they or their data are unknown."""
+        """The share of the run's time that evaluations take; None if they or their data are unknown."""
         return None if self.evaluation is None else self.evaluation.share(self.training_steps * self.step_seconds)
 
     def memory_page(self) -> str:

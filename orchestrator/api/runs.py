@@ -1,4 +1,4 @@
-"""`pentad.Run`: what a run left in its folder."""
+"""`pentad.Run`: what a run has left in its folder."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ class Run:
         return explain(self.folder, step)
 
     def curves(self) -> Curves:
-        """The losses by step, as `pentad curves` shows them. Raises PentadError if there are none yet."""
+        """The losses by step, as `pentad curves` shows them. Raises PentadError if there is none yet."""
         from pentad.orchestrator.api.curves import curves_of
 
         return curves_of(self.folder)
 
     def checkpoints(self) -> dict[int, Location]:
-        """The folders of the committed checkpoints by number of steps, oldest first, without damaged ones."""
+        """The folders of the committed checkpoints, by their number of steps, oldest first; without damaged ones."""
         return committed(checkpoints_in(self.folder))
 
     def __repr__(self) -> str:

@@ -62,7 +62,7 @@ class Schedule:
 
     @property
     def bubble(self) -> dict[str, float]:
-        """The idle fraction of the ranks' time, 0 to 1, of `makespan` and of `longest` (docs/glossary.md)."""
+        """The idle share of the ranks' time, 0 to 1, of `makespan` and of `longest` (docs/glossary.md)."""
         return self._facts["bubble"]
 
     @property
@@ -83,7 +83,7 @@ class Schedule:
 
     @checks_types
     def facts(self, *, with_streams: bool = True) -> dict[str, Any]:
-        """What `pentad schedule --json` prints, with or without every instruction as text."""
+        """What `pentad schedule --json` prints; with or without every instruction as text."""
         return summary(self.program, self.costs, with_streams=True) if with_streams else dict(self._facts)
 
     def bounds(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Schedule:
 
     @checks_types
     def html(self, *others: Schedule, facts: dict[str, str] | None = None, limit: float | None = None) -> str:
-        """An interactive page of a step, with `others` below it; `facts` appear beside the title, and `limit` in the
+        """An interactive page of a step, with `others` below it; `facts` are shown beside the title and `limit` in the
         curves of activations."""
         shown = (self, *others)
         names = " and ".join(each.program.name for each in shown)
@@ -126,7 +126,7 @@ class Schedule:
         }
 
     def grid(self, console: Console) -> list[Text]:
-        """The time grid; if the terminal is too narrow for it, bars that fill the terminal."""
+        """The time grid; in a terminal too narrow for it, bars that fill the terminal."""
         lines, coloured = time_grid(self.program, self.timeline, self.costs).splitlines(), is_coloured(console)
         if console.is_terminal and max(map(len, lines)) > console.width:
             return bars(self.timeline, console.width, coloured=coloured)
@@ -193,7 +193,7 @@ def schedule(
         ranks,
         microbatches,
         costs=found,
-        replicas=2 if memory_options.zero else 1,  # a single replica has nothing to shard
+        replicas=2 if memory_options.zero else 1,  # one replica has nothing to shard
         post_validation=post_validation,
         options=options,
         memory_options=memory_options,
@@ -205,7 +205,7 @@ def schedule(
 def _memory_options(
     zero: int | None, max_gathered: int | None, prefetch: int | None, max_resident: float | None
 ) -> MemoryOptions:
-    """Raises PentadError for options that are out of range or that need another one."""
+    """Raises PentadError on options that are out of range, or that need another one."""
     stage, ahead = zero or 0, 1 if prefetch is None else prefetch
     if not 0 <= stage <= 3:
         raise PentadError(f"--zero is {stage}: expected a stage of ZeRO, 0 to 3")

@@ -1,4 +1,4 @@
-"""`pentad calibrate`: turns measurements of ranks into a table of rates."""
+"""`pentad calibrate`: from measurements of ranks to a table of rates."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _measured(
     placement: Placement, device: str, kernels: Sequence[Shape], report: Report
 ) -> tuple[dict[str, Any], list[int]]:
     kind = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0)(Examiner)
-    nodes: dict[str, list[Any]] = defaultdict(list)  # one actor a rank, as only that actor knows the rank's GPU
+    nodes: dict[str, list[Any]] = defaultdict(list)  # an actor a rank, as only that one knows the rank's GPU
     for place in bundle_places(placement):
         nodes[place.node].append(kind.options(scheduling_strategy=strategy_of(placement, place.bundle)).remote())
     fullest = sorted(nodes.values(), key=len, reverse=True)[:NODES]

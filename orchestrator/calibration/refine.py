@@ -23,7 +23,7 @@ from pentad.schedules.spec.plan import Plan
 
 LEAST_STEPS = 4
 MOST = 8.0  # times as fast or as slow; anything beyond is not a matter of rates
-HALVINGS = 40  # of the interval in which a factor is sought
+HALVINGS = 40  # of the interval in which a factor is searched
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from pentad.orchestrator.cli.completion import SCHEDULE_NAMES, config_words, run_names, schedule_names
 
-MOST_GPUS = 2**14  # whose meshes are compared within seconds
+MOST_GPUS = 2**14  # whose meshes are compared in seconds
 Words = Annotated[
     list[str] | None,
     Argument(
@@ -79,7 +79,7 @@ def files_by_option(**paths: Path | None) -> dict[str, Path]:
 
 
 def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The config file, if given, and the overrides, which contain '='."""
+    """The config file, if one is given, and the overrides, which contain '='."""
     files = [word for word in words or () if "=" not in word]
     if len(files) > 1:
         raise typer.BadParameter(f"CONFIG is given twice, {files[0]!r} and {files[1]!r}: expected one file")

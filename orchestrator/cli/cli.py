@@ -1,4 +1,4 @@
-"""The command line. Commands import what they need when they run, as most need neither torch nor Ray."""
+"""The command line. Commands import what they need when they run: most need neither torch nor Ray."""
 
 from __future__ import annotations
 

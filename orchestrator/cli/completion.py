@@ -1,4 +1,4 @@
-"""What the shell completes: runs, schedules and configuration keys. Imports nothing heavy, as it runs at every Tab."""
+"""What the shell completes: runs, schedules and configuration keys. Imports nothing heavy: it runs at every Tab."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def find_run(name: str, address: str | None) -> Path | tuple[Jobs, Job]:
 
 
 def folder_of(name: str, address: str | None) -> Path:
-    """The folder of a run or of a job's run. Raises PentadError for a job whose folder is not accessible from here."""
+    """The folder of a run or of a job's run. Raises PentadError for a job whose folder is not visible from here."""
     found = find_run(name, address)
     if isinstance(found, Path):
         return found

@@ -85,7 +85,7 @@ def show_prune(run: str, *, dry_run: bool, as_json: bool) -> None:
 
 
 def _folder(run: str, root: Location) -> Path:
-    """The folder of a run, or the one that describes the checkpoints under `root`."""
+    """The folder of a run, or what describes the checkpoints under `root`."""
     found = (path for path in (expanded(run), Path("runs") / run) if (path / CONFIG).is_file())
     return next(found, None) or home_of(root / "any")
 

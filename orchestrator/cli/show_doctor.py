@@ -1,4 +1,4 @@
-"""`pentad doctor`: a line for each check as soon as it is done, with the remedy below it."""
+"""`pentad doctor`: a line for each check as soon as it is made, with the remedy below it."""
 
 from __future__ import annotations
 

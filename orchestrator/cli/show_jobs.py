@@ -21,7 +21,7 @@ from pentad.schedules.ir.errors import PentadError
 
 def show_submit(config: RunConfig, address: str | None, name: str | None, *, followed: bool, as_json: bool) -> int:
     """Submits a run; if `followed`, prints its log and returns its outcome as exit status."""
-    assumed_plan(with_choices(config, *device_of(config)))  # reports mistakes here rather than in the job's log
+    assumed_plan(with_choices(config, *device_of(config)))  # reports mistakes here, not in the job's log
     jobs = Jobs(address)
     job = jobs.submit(config, name, Path.cwd())
     log = sys.stderr if as_json else sys.stdout
@@ -38,7 +38,7 @@ def show_submit(config: RunConfig, address: str | None, name: str | None, *, fol
 
 
 def show_jobs(address: str | None, console: Console, *, as_json: bool) -> int:
-    """Lists the runs that were submitted to a cluster, newest first."""
+    """Lists the runs that were submitted to a cluster, the newest first."""
     jobs = Jobs(address)
     found = jobs.all()
     if as_json:

@@ -75,7 +75,7 @@ def _run(folder: Path) -> dict[str, Any]:
     try:
         try:
             status = Run(folder).status(1.0)
-        except PentadError:  # live, but it does not answer, or does so only on another machine
+        except PentadError:  # live, but it does not answer, or only on another machine
             status = ended(folder) | {"state": "running"}
         found |= {key: status[key] for key in ("state", "step", "steps", "loss")}
     except (PentadError, OSError):
@@ -84,7 +84,7 @@ def _run(folder: Path) -> dict[str, Any]:
 
 
 def print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], *, wrapped: str) -> None:
-    """Wraps only the column `wrapped`, and only on a terminal: IDs are copied, and programs read lines."""
+    """Wraps nothing but the column `wrapped`, and only on a terminal: IDs are copied, and programs read lines."""
     widths = {head.rstrip(">"): 2 + max(map(len, cells)) for head, *cells in zip(heads, heads, *rows, strict=True)}
     if console.is_terminal:
         widths[wrapped] = min(widths[wrapped], 20)

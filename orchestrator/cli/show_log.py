@@ -38,7 +38,7 @@ def show_run_log(folder: Path, *, followed: bool, as_json: bool) -> None:
 
 
 def _log_lines(folder: Path) -> Iterator[tuple[float, str]]:
-    """Lines for the steps and events of a run, in order, each with its step."""
+    """Lines for the steps and events of a run in order, each with its step."""
     steps = saved_config(folder).run.steps
     events = [row for row in read_lines(folder / JOURNAL, ["event", "time"]) if row["event"] != "place"]
     lines = [(row["step"] + 0.5, step_line(row, steps)) for row in read_lines(folder / METRICS, METRIC_KEYS)]

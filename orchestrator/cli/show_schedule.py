@@ -25,7 +25,7 @@ from pentad.workers.checkpoint.atomic_io import partial_file
 
 
 def show_schedule(arguments: ScheduleArguments, console: Console) -> None:
-    """Raises PentadError for a mistake in the arguments or a file that cannot be written."""
+    """Raises PentadError on a mistake in the arguments or a file that cannot be written."""
     built, files = _build(arguments), arguments.files
     shown = [built, *_beside(arguments)]
     for option, path in files.items():
@@ -95,7 +95,7 @@ def _three(text: str) -> tuple[float, float, float]:
 
 
 def _beside(arguments: ScheduleArguments) -> list[Schedule]:
-    """The schedule of --beside, with the same sizes and costs, and those options that it accepts."""
+    """The schedule of --beside, with the same sizes and costs and the options that it accepts."""
     other = arguments.beside
     if other is None:
         return []

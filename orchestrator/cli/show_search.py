@@ -1,5 +1,5 @@
 """`pentad plan --search`: the fastest meshes that fit, why, and what would change that; `pentad init`: a configuration
-with the fastest of them."""
+with the first of them."""
 
 from __future__ import annotations
 

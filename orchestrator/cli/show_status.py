@@ -1,4 +1,4 @@
-"""`pentad status`, `page`, `pause`, `checkpoint`, `abort`: show what a run is doing, and send it requests."""
+"""`pentad status`, `page`, `pause`, `checkpoint`, `abort`: shows what a run is doing, and sends it requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MAX_ROWS = 64  # rows of ranks, unless the terminal says how many fit
 
 
 def show_status(run: Path, console: Console, *, watch: bool, as_json: bool, timeout_seconds: float) -> None:
-    """Prints the status of a run, live or not; with `watch` again after each change, until the run ends or Ctrl-C."""
+    """Prints the status of a run, live or not; with `watch` again after each change, until it ends or Ctrl-C."""
     statuses = _statuses(run, watch, timeout_seconds)
     if as_json:
         for status in statuses:
@@ -67,7 +67,7 @@ def show_page(run: Path, *, as_json: bool, timeout_seconds: float) -> None:
 
         token = secrets.token_urlsafe(16)
         with closing(PageServer(EndedRun(run), "127.0.0.1", 0, token, None)) as server, Interrupts() as interrupts:
-            interrupts.stop = lambda: None  # a KeyboardInterrupt would get lost in a finalizer that happens to run
+            interrupts.stop = lambda: None  # KeyboardInterrupt would get lost in a finalizer that happens to run
             _print_page(run, f"{server.url}?token={token}", as_json)
             state = f"run {run.name} is {error.last['state']}: this command serves its page until Ctrl-C"
             Console(stderr=True).print(Text(state, "dim"), soft_wrap=True)
@@ -150,7 +150,7 @@ def ranks_table(ranks: list[dict[str, Any]], rows: int) -> Table:
 
 
 def _statuses(run: Path, watch: bool, seconds: float) -> Iterator[dict[str, Any]]:
-    """The statuses of a run. If it is not live, or ends meanwhile, the last one comes from its folder."""
+    """The statuses of a run; if it is not live, or ends meanwhile, the last one comes from its folder."""
     try:
         with connect(run) as client:
             if watch:

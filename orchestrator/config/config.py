@@ -120,8 +120,8 @@ class RunConfig(sections.Section):
         return Layout(tuple(entry.placement(rank, spec) for rank in range(spec.ranks)), spec.slices)
 
     def check_layout(self, layout: Layout, model: ModelSpec) -> None:
-        """Raises ConfigError if a schedule and a model do not fit each other or the mesh. Loading has checked this if
-        both were known without a program."""
+        """Raises ConfigError if a schedule and a model do not fit each other or the mesh. Loading has done so if both
+        were known without a program."""
         if found := list(self._layout_rules(layout, model)):
             raise ConfigError(found)
 
@@ -353,7 +353,7 @@ def unchecked(source: Path | None, overrides: Iterable[str] = ()) -> dict[str, A
 
 
 def dump(config: RunConfig) -> str:
-    """Complete YAML, one line a section, that loads back to an equal configuration."""
+    """Complete YAML, a line a section, that loads back to an equal configuration."""
     return dump_yaml(config.model_dump())
 
 

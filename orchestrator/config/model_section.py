@@ -172,7 +172,7 @@ class ModelSection(Section):
 def custom_model(section: ModelSection, length: int, dtype: str) -> ModelSpec:
     """The model that `section.custom` names, for sequences of `length` tokens. Raises PentadError if it cannot be
     trained."""
-    import torch  # takes seconds, and only custom models need it
+    import torch  # takes seconds, and only custom models need it here
 
     from pentad.workers.custom.inspect import inspect_model
 

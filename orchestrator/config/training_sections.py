@@ -109,7 +109,7 @@ class OptimizerSection(Section):
             yield Broken(f"{prefix}stable_steps", expected)
 
     def curve(self, run_steps: int) -> LearningRate:
-        """The learning rates of a run that was first started with this many steps."""
+        """The learning rates of a run that first started with this many steps."""
         steps = self.decay_steps or run_steps
         warmup = min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
         stable = max(0, steps - steps // 5 - warmup) if self.stable_steps is None else self.stable_steps

@@ -96,5 +96,5 @@ def load_yaml(text: str, source: str) -> Any:
 
 
 def dump_yaml(value: dict[str, Any]) -> str:
-    """Text that `load_yaml` reads back; inner mappings are on one line."""
+    """Text that `load_yaml` reads back, inner mappings on one line."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=10_000, allow_unicode=True)

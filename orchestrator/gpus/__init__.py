@@ -1,1 +1,1 @@
-"""What GPUs can do, by data sheets or as measured."""
+"""What GPUs can do: by data sheets, or measured."""

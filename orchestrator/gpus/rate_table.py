@@ -1,4 +1,4 @@
-"""The table of rates that `pentad calibrate` writes for a GPU and that plans read."""
+"""The table of rates that `pentad calibrate` writes for a GPU, and plans read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def require_place(path: Path) -> None:
 
 
 def write_table(table: RateTable, path: Path) -> None:
-    """Raises PentadError if the file cannot be written; readers never see half of it."""
+    """Raises PentadError where the file cannot be written; a reader never sees half of it."""
     _write(path, table.model_dump_json(indent=1) + "\n")
 
 

@@ -27,7 +27,7 @@ from pentad.schedules.spec.plan import Plan
 # Overrides that are suggested only if nothing fits without them.
 ON_HOST = ("memory.offload_fraction=1.0",), ("memory.optimizer=host",)
 ALL_RECOMPUTED = {"recompute": "full", "recompute_layers": None, "recompute_stages": None, "recompute_fraction": 1.0}
-MOST_PLANNED = 8_000  # layers x microbatches; beyond that, planning every change takes minutes
+MOST_PLANNED = 8_000  # layers x microbatches, beyond which planning every change takes minutes
 
 
 class _Change(NamedTuple):

@@ -30,7 +30,7 @@ from pentad.schedules.passes.recompute import mode_of, parts_of, recomputed_part
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 
-Tried = list[tuple[int, Words]]  # bytes of the fullest rank with these overrides, for those that do not fit
+Tried = list[tuple[int, Words]]  # bytes that the fullest rank needs with these overrides, for what does not fit
 
 
 class Choice(NamedTuple):

@@ -26,7 +26,7 @@ def has_copy_slots(plan: Plan) -> bool:
 
 
 def most_copied(plan: Plan) -> int:
-    """The most bytes that slots of peer copies take on any rank."""
+    """The most bytes that slots of peer copies take on a rank."""
     return max(copy_slots_bytes(plan, rank) for rank in plan.mesh.group(("pp",), 0))
 
 

@@ -103,7 +103,7 @@ def _curve(plan: Plan, pp: int, need: dict[str, int], spans: dict[tuple[int, str
 def _in_use(
     times: list[tuple[Instruction, float, float]], begins: set[Op], end: Op, sizes: dict[int, int]
 ) -> list[Change]:
-    """When units take and leave their place in a pool, and their bytes: from the start of the first of `begins` to the
+    """When units take and leave their places in a pool, and their bytes: from the start of the first of `begins` to the
     end of `end`."""
     found, held = list[Change](), set[int]()
     for part, start, ended in times:

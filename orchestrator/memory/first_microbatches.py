@@ -11,7 +11,7 @@ from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError
 
 SAVING_ALL = ("gpipe", "looped-bfs")  # save the activations of every microbatch
-ROUNDS = 3  # microbatches a pipeline rank, after which further ones repeat what is held
+ROUNDS = 3  # microbatches for each pipeline rank, after which every further one repeats what is held
 FEWEST = 4
 
 

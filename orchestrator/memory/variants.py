@@ -48,7 +48,7 @@ class Variants:
 
     @property
     def own(self) -> Plan:
-        """The plan of the configuration with a program of its own."""
+        """The plan of the configuration, with a program of its own."""
         return self._compiled(self.config).plan
 
     def words(self, mode: str, layers: int | None = None) -> Words:
@@ -79,7 +79,7 @@ class Variants:
             return self._compiled(config).plan
         section, units = config.memory, shared.program.units or (1,) * shared.program.stages
         modes = section.modes(units, shared.layers)
-        if not modes and shared.recompute:  # without modes, RECOMPUTE would cost as much as a forward
+        if not modes and shared.recompute:  # without modes, RECOMPUTEs would cost as much as forwards
             modes = ("none",) * len(shared.layers)
         return with_slots(
             replace(

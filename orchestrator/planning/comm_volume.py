@@ -24,7 +24,7 @@ from pentad.schedules.spec.row_slots import num_tiles, routed_share
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.zero_layout import first_layout
 
-WHOLE = ("F", "B", "full")  # phases that run a whole stage; the others are RECOMPUTE of parts of its layers
+WHOLE = ("F", "B", "full")  # phases that run all of a stage; others are RECOMPUTE of parts of its layers
 
 
 class CommKind(NamedTuple):
@@ -88,7 +88,7 @@ def transports(plan: Plan) -> dict[str, str]:
 
 
 def comm_volume(plan: Plan, rank: int) -> CommVolume:
-    """All that a rank sends in a step, except the sums of a few bytes at its end."""
+    """All that a rank sends in a step, except sums of a few bytes at its end."""
     found, piece, copied = CommVolume(), piece_of(plan), plan.transport_along("tp") == "peer"
     stream, program = piece.stream(plan.model.hidden), plan.program.streams[plan.mesh.coordinates(rank).pp]
     last = last_reductions(program)
@@ -155,7 +155,7 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str, 
     """What one piece sends in one layer. The sublayers that read their input gather it; those that write their result
     reduce-scatter it."""
     found, is_whole = CommVolume(), phase in WHOLE
-    of_rows = piece if is_whole else piece.rest  # of the row-wise parts
+    of_rows = piece if is_whole else piece.rest  # of row-wise parts
     tiles = _num_tiles(of_rows, copied=copied)
     parts = frozenset(PARTS) if is_whole else recomputed_parts(phase)
     reads, writes = ("qkv_linear" if model.mla is None else "mla_up_proj") in parts, "attn_proj" in parts

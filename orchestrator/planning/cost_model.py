@@ -273,7 +273,7 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
     mtp_layers = model.mtp_layers if is_last else 0
     end += mtp_layers
     count, tokens = end - first, piece.tokens
-    work = 2 * tokens / piece.mesh.tp  # FLOPs on a rank for each element of a matrix
+    work = 2 * tokens / piece.mesh.tp  # FLOPs of a rank for each element of a matrix
     length = piece.length * piece.slices * piece.mesh.cp
     value = model.qk_head_dim if model.mla is None else model.mla.v_head_dim
     # attention's scores and weighted values, in all layers

@@ -43,7 +43,7 @@ from pentad.schedules.spec.zero_layout import (
 GRAPHS_BYTES = 3 * 2**30  # the most GPU memory that CUDA graphs were seen to take (docs/performance.md)
 ON_HOST = ("host", "snapshot", "host_optimizer", "copies", "compared")  # kinds of memory that are not on the GPU
 States = dict[int, dict[str, int]]  # by rank: memory without activations
-AMAX_BYTES = 2 * (3 + 64) * BYTES["float32"]  # for the operands of a matrix (workers/linear/amax_history.py)
+AMAX_BYTES = 2 * (3 + 64) * BYTES["float32"]  # of the operands of a matrix (workers/linear/amax_history.py)
 CUBLAS = 32 * 2**20  # bytes of cuBLAS's workspace on a Hopper GPU
 
 
@@ -89,7 +89,7 @@ def flops_per_token(model: ModelSpec, length: int, *, causal: bool = True, froze
     Recomputation does not count. With `causal` false the masked half of attention counts too, 12 L A S, as in many
     reports.
     """
-    if model.custom is not None:  # all scores of attention count, since it is unknown which are masked
+    if model.custom is not None:  # all scores of attention count, since nothing says which are masked
         return 3.0 * sum(layer.flops for layer in model.custom.layers) / length
     layers, value = model.layers + model.mtp_layers, model.mla.v_head_dim if model.mla else model.qk_head_dim
     attended = sum(model.attended_length(layer, length) for layer in range(layers))
@@ -232,7 +232,7 @@ def _receive_slots(program: Program, pp: int) -> set[tuple[int, int]]:
 
 
 def memories(plan: Plan, state: States | None = None) -> list[dict[str, int]]:
-    """`memory` of every rank. Ranks with the same stages need the same, unless their shards differ."""
+    """`memory` of every rank; those with the same stages need the same, unless their shards differ."""
     if shards_differ(plan):
         return [memory(plan, rank, state) for rank in range(plan.mesh.size)]
     of_pipeline = pipeline_memories(plan, state)
@@ -274,7 +274,7 @@ def optimizer_bytes(plan: Plan, shard: ParamShard, rank: int) -> int:
 
 
 def state_bytes(plan: Plan) -> int:
-    """Bytes of one moment of one element."""
+    """Bytes of a moment of one element."""
     return BYTES["bfloat16"] if plan.optimizer.bf16_state else wide_bytes(plan.dtype)
 
 
@@ -335,7 +335,7 @@ def _tables(plan: Plan, rank: int) -> int:
     mtp = model.mtp_layers * (2 if plan.data.eod_mask_loss or plan.data.document_mask else 1)  # also inputs if masked
     kinds = 4 if plan.batch.capacity else 2 + mtp + plan.shares_documents  # also positions, and rows
     tokens = kinds * held * most * INDEX
-    if plan.batch.capacity or plan.shares_documents:  # tables for all positions, and for microbatches in flight
+    if plan.batch.capacity or plan.shares_documents:  # tables of all positions, and those of microbatches in flight
         length += plan.batch.sequence_length + min(most, 2 * plan.mesh.pp) * held
     reads_tokens = {0, plan.program.stages - 1} & set(stages)
     tables = sum(num_rotary_tables(model, plan.layers[stage]) for stage in stages)

@@ -1,4 +1,4 @@
-"""What the evaluations of a run cost: a simulated round of the forward-only program, and its share of the run."""
+"""What the evaluations of a run cost: the simulated round of the forward-only program, and its share of the run."""
 
 from __future__ import annotations
 

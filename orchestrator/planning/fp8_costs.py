@@ -77,7 +77,7 @@ def unread_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates:
     forward, backward = 0, 0
     for matrix in fp8_matrices(model, piece.fp8, layers):
         outputs, inputs = matrix.shape
-        is_unit = matrix.name.endswith(".down")  # its input is made from twice as many values, gate and up
+        is_unit = matrix.name.endswith(".down")  # whose input is made of twice as many values, gate and up
         forward += inputs * (1 + is_unit)
         # the gradient of the result; that of gate and up is made from both and the gradient of the unit's output;
         # attention's result is cast once more

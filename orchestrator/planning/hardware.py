@@ -145,7 +145,7 @@ def expert_flops(rates: Rates, rows: float, *, in_8_bits: bool) -> tuple[float, 
 
 
 def ranks_on_host(mesh: Mesh, axes: Collection[Axis], order: Sequence[str] = HOST_ORDER) -> int:
-    """How many of the ranks along these axes share a host of NODE_GPUS, when ranks fill hosts in this order of axes."""
+    """How many of the ranks along these axes share a host of NODE_GPUS, which ranks fill in this order of axes."""
     room, found = NODE_GPUS, 1
     for axis in reversed(order):
         inside = max(1, min(room, getattr(mesh, axis)))

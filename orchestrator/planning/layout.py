@@ -33,7 +33,7 @@ from pentad.schedules.spec.row_slots import expert_slots, routed_share
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import LayerRange, head_in_layers, layers_of_sizes
 
-UNIT_BYTES = 400 * 2**20  # of gradients: enough for the full speed of a link, short beside a backward
+UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
 LOGIT_BYTES = 512 * 2**20  # of a chunk
 TILE_ROWS = 128
 CAPACITY_FACTOR = 1.25  # for ranks of data-aware groups, unless configured
@@ -45,7 +45,7 @@ Placement = Sequence[Sequence[int]]
 
 
 def unit_placement(config: RunConfig, device: str) -> tuple[tuple[int, ...], ...]:
-    """The units of every pipeline rank in `make_plan`; known before anything is compiled."""
+    """The units of every pipeline rank in `make_plan`, which are known before anything is compiled."""
     dtype = compute_dtype(config, device)
     model = config.model_spec(dtype)
     _, layout = layout_of(config, model, device)
@@ -62,7 +62,7 @@ def layout_of(config: RunConfig, model: ModelSpec, device: str) -> tuple[Program
 
 
 def default_units(config: RunConfig, model: ModelSpec, layout: Layout, dtype: str) -> tuple[int, ...]:
-    """`units_of` for the stages of a layout."""
+    """`units_of` the stages of a layout."""
     stages = split(model, layout.placement, config.batch.sequence_length, config.schedule.layers_per_stage)
     shared = config.mesh.replicas > 1 or layout.has_mirrors
     return units_of(config, model, stages, config.mesh.mesh, dtype, shared=shared)
@@ -249,7 +249,7 @@ def logit_rows(config: RunConfig, mesh: Mesh, dtype: str) -> int:
 
 
 def kept_logits(config: RunConfig) -> str:
-    """Why the logits cannot be made in chunks; '' if they can."""
+    """Why the logits cannot be made in chunks, '' if they can."""
     if config.precision.fp8_head:
         return "precision.fp8_head = true"
     return "model.custom, whose loss is its own" if config.model.custom is not None else ""

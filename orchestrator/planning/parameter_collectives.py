@@ -159,5 +159,5 @@ def _shared_seconds(
 
 
 def _along(shared: tuple[Axis, ...], mirrors: int) -> tuple[Axis, ...]:
-    """The axes of a collective. Mirrors are as far apart as the ends of the pipeline."""
+    """The axes of a collective: mirrors are as far apart as the ends of the pipeline."""
     return (*shared, "pp") if mirrors > 1 else shared

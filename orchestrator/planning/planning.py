@@ -49,7 +49,7 @@ from pentad.schedules.spec.zero_layout import pool_sizes
 
 GATHERED_UNITS = 2  # one in use, one being gathered
 GRAPHS_GAIN = 1.05  # graphs are used if compute takes this many times longer without them (docs/performance.md)
-MOST_NUMBERS = 2**53  # parameters of a model, and bytes that its layers save for a microbatch
+MOST_NUMBERS = 2**53  # parameters of a model, and bytes that its layers save of a microbatch
 
 
 def make_plan(
@@ -212,7 +212,7 @@ def _require_same_stages(config: RunConfig, program: Program, orders: Sequence[P
 
 
 def first_plan(config: RunConfig) -> Plan:
-    """The plan that a run starts with, made before anything is started or written.
+    """The plan that a run begins with, made before anything is started or written.
 
     On a local cluster, ranks must fit on the devices of this machine, if those are known. Raises PentadError.
     """
@@ -253,7 +253,7 @@ def draft(
     hosts: tuple[int, ...],
     zero: int = 0,
 ) -> Plan:
-    """A plan with the given program."""
+    """A plan with a given program."""
     batch, rates = batch_spec(config), rates_for(config.cluster, device)
     slice_tokens = batch.micro_batch_size * batch.sequence_length // program.slices // config.mesh.cp
     plan = Plan(
@@ -308,7 +308,7 @@ def _eval(config: RunConfig, program: Program, costs: Costs, options: MemoryOpti
 
 
 def require_shards(config: RunConfig, plan: Plan) -> None:
-    """Raises PentadError if ZeRO is configured but no stage has a second holder to share with."""
+    """Raises PentadError if ZeRO is configured and no stage has a second holder to share with."""
     if config.zero.stage and not plan.zero:
         found = "mesh.dp x mesh.cp x mesh.ep is 1, so there is nothing to shard"
         raise PentadError(f"zero.stage is {config.zero.stage}, but {found}: expected zero.stage 0, or more replicas")
@@ -355,7 +355,7 @@ def default_gathered(units: Sequence[int]) -> int | None:
 
 
 def with_inputs_of(plan: Plan, other: Plan) -> Plan:
-    """The plan with the opened data, frozen weights and age of moments of another plan of the same run."""
+    """The plan with the opened data, the frozen weights and the age of moments of another plan of the same run."""
     optimizer = replace(plan.optimizer, moment_offset=other.optimizer.moment_offset)
     found = replace(plan, data=other.data, lora=other.lora, optimizer=optimizer)
     if plan.eval is None or other.eval is None:
@@ -388,7 +388,7 @@ def transport_of(config: RunConfig, device: str, hosts: tuple[int, ...]) -> str:
 
 
 def _require_peers(config: RunConfig, plan: Plan) -> None:
-    """Raises PentadError if cluster.transport is peer but ranks that exchange by peer copies are on several hosts."""
+    """Raises PentadError if cluster.transport is peer, but ranks that exchange by peer copies are on several hosts."""
     if config.cluster.transport != "peer" or not plan.hosts:
         return
     on_one = replace(plan, hosts=())

@@ -20,7 +20,7 @@ from pentad.schedules.spec.plan import ALIGNMENT
 from pentad.schedules.spec.tensors import TILE_ELEMENTS
 
 _READS, _ADDS = op_mask({Op.F, Op.B, Op.BW}), op_mask({Op.W, Op.BW})
-BUFFERED = 2  # units whose gradients fit at once, if reduced after every microbatch
+BUFFERED = 2  # units whose gradients have room at once, if they are reduced after every microbatch
 
 
 @dataclass(frozen=True, eq=False)

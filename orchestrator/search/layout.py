@@ -93,7 +93,7 @@ class Work:
         self._parameters: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     def _with_units(self, layers: int | None) -> RunConfig:
-        """The configuration with this many layers a unit, whatever recomputes."""
+        """The configuration with this many layers in a unit, whatever recomputes."""
         changed = {"unit_layers": layers, "recompute": "none", "offload_fraction": 0.0}
         return self.config.model_copy(update={"memory": self.config.memory.model_copy(update=changed)})
 
@@ -231,7 +231,7 @@ class Layout:
     piece: Piece
     unit_layers: int | None
     by_layer: bool
-    known: dict[object, float] = field(default_factory=dict)  # bounds, for all settings with this layout
+    known: dict[object, float] = field(default_factory=dict)  # bounds of all settings with this layout
     orders: dict[object, Order] = field(default_factory=dict)  # the first schedule with each compute order
 
     @property
@@ -244,7 +244,7 @@ class Layout:
 
     @cached_property
     def holders(self) -> int:
-        """Pipeline ranks that hold a stage: two with DualPipe."""
+        """Pipeline ranks that hold a stage: two for DualPipe."""
         return max(sum(0 in held for held in self.placement), 1)
 
     def gathered(self, given: int | None) -> int | None:

@@ -222,7 +222,7 @@ def _held_before(program: Program, rank: int, order: Array) -> dict[tuple[str, i
 
 
 class MemoryBounds:
-    """Lower bounds on the memory of settings with one layout and one compute order."""
+    """Lower bounds on the memory of the settings with one layout and one compute order."""
 
     def __init__(self, layout: Layout, timed: Timed) -> None:
         self.layout, self.timed = layout, timed

@@ -73,7 +73,7 @@ class Room:
     def __init__(self, work: Work, space: Space, size: int) -> None:
         self.work, self.space, self.bytes, self.refuses = work, space, size, False
         self.least: dict[Mesh, int] = {}
-        self.crowded = set[Mesh]()  # where a plan may fit without slots of peer copies
+        self.crowded = set[Mesh]()  # on which a plan may fit without slots of peer copies
         self._most = cache(lambda mesh: max(space.microbatch_counts(work.config, mesh)))
         self._too_few: dict[tuple[Mesh, Order, int | None, int | None], int] = {}  # most counts that do not fit
 
@@ -90,7 +90,7 @@ class Room:
         return least <= self.bytes or not self.refuses
 
     def may_hold_state(self, mesh: Mesh, shapes: Iterable[Shape]) -> bool:
-        """Whether any order of a mesh has room for the state of all ranks."""
+        """Whether any order of a mesh has room for the state of all its ranks."""
         least = IMPOSSIBLE
         for shape, order in ((each, order) for each in shapes for order in self.space.orders_on(*each[:2])):
             with suppress(PentadError):
@@ -137,7 +137,7 @@ class Room:
         return branch.shape.microbatches > self._too_few.get((branch.mesh, *branch[1:]), 0)
 
     def laid_out(self, branch: Ordered) -> list[LaidOut]:
-        """What may fit, by layout of units."""
+        """What may fit, by the layout of units."""
         found = [each for each in self._layouts(branch) if self._may_fit(each)]
         if not found:
             self._too_few[branch.mesh, *branch[1:]] = branch.shape.microbatches

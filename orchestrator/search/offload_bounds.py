@@ -49,7 +49,7 @@ class Copies:
 
     @cached_property
     def _ordered(self) -> tuple[Array, Array, Levels]:
-        """The edges of `times`, and an order of its events: actions, copies to the host, copies back."""
+        """The edges of `times`, and the order of its events: actions, copies to the host, copies back."""
         columns, trips, count = self.program.columns, self.trips, len(self.trips.forward)
         graph = compute_graph(self.program, Costs.uniform(self.program.stages))  # the edges do not depend on costs
         leave = graph.events + np.arange(count)

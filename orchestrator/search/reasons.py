@@ -1,4 +1,4 @@
-"""Why a plan takes as long as it does, what would make another one fastest, and what would fit if nothing does."""
+"""Why a plan takes as long as it does, what would make another one the fastest, and what would fit if nothing does."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.plan import Plan
 
-FACTORS = (0.25, 4.0)  # by which an assumed rate may be off
-STEPS = 6  # of the bisection between them
+FACTORS = (0.25, 4.0)  # by which a rate may be off
+STEPS = 6  # of a bisection between them
 WORTH = 0.005  # a gain in time worth mentioning
-GROWTH, MOST_GROWTH = 1.1, 2.0  # of memory, if nothing fits
+GROWTH, MOST_GROWTH = 1.1, 2.0  # of memory, where nothing fits
 
 
 class Shares(NamedTuple):

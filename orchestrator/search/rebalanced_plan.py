@@ -1,4 +1,4 @@
-"""Plans of a run whose layers have moved between stages because a rank is slow (elastic.slow_rank: rebalance)."""
+"""Plans of a run whose layers have moved between stages, because a rank is slow (elastic.slow_rank: rebalance)."""
 
 from __future__ import annotations
 

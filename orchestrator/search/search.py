@@ -51,7 +51,7 @@ from pentad.schedules.verify.check import check
 
 LISTED = 5
 ROUNDING = 1e-9
-Need = tuple[int, float | None]  # bytes of a setting's fullest rank without optional graphs; seconds if it fits
+Need = tuple[int, float | None]  # bytes of a setting's fullest rank but for optional graphs; seconds if it fits
 
 
 def search(
@@ -293,8 +293,8 @@ class _Search:
             self._push(chain.seconds(chain.low + 1), chain)
 
     def _planned(self, setting: Setting, timed: Timed, of: Callable[[], Variants] | None = None) -> Need:
-        """Plans a setting, as one of some variants or with a program of its own, and pushes it if it fits, unless that
-        was done for a schedule with the same compute order."""
+        """Plans a setting, one of some variants or with a program of its own, and pushes it if it fits, unless that was
+        done for a schedule with the same compute order."""
         if (alike := setting._replace(order=timed.first_alike)) not in self._known:
             self._known[alike] = self._plan(setting, timed, of)
         return self._known[alike]

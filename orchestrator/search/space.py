@@ -1,4 +1,4 @@
-"""What the search chooses from: the values of every key, and the settings that they make up."""
+"""What the search chooses from: the values of every key, and the settings that they make."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AXES = ("dp", "pp", "cp", "tp", "ep")
 MOST_ROWS = 64  # sequences of a microbatch
 CHUNKS = (2, 3, 4)
 OFFLOADED = (0.25, 0.5, 0.75, 1.0)  # shares of the saved activations
-UNSPLIT = ("1f1b", "looped-bfs")  # on one pipeline rank all others do the same work in an order of one of these
+UNSPLIT = ("1f1b", "looped-bfs")  # on one pipeline rank all others run the same work in an order of one of these
 # Keys that only some settings allow and none needs: reset unless held.
 RESET: dict[str, Any] = {
     "schedule.group": None,
@@ -41,7 +41,7 @@ RESET: dict[str, Any] = {
     "zero.reduce": None,
 }
 PLAIN = {"name": "1f1b", "microbatches": 1, "chunks": None}  # a schedule that every mesh allows
-TRANSPORT = "cluster.transport"  # tried only if nothing else makes a mesh fit
+TRANSPORT = "cluster.transport"  # tried only where nothing else makes a mesh fit
 Placement = tuple[tuple[int, ...], ...]
 Sharding = tuple[int, int | None]  # a stage of ZeRO, gathered units
 _W = op_mask({Op.W})
@@ -148,7 +148,7 @@ class Space:
         return counts
 
     def orders_on(self, mesh: Mesh, microbatches: int) -> Sequence[Order]:
-        """The orders that differ on this many pipeline ranks with this many microbatches."""
+        """The orders that differ on this many pipeline ranks, with this many microbatches."""
         unsplit = [order for order in self.orders if order.name in UNSPLIT]
         if mesh.pp > 1 or not unsplit:
             return self.orders

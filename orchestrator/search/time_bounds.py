@@ -154,7 +154,7 @@ class Timed:
 
     @cached_property
     def end(self) -> float:
-        """The last end of an action; the first one starts at 0."""
+        """The last end of an action; the first starts at 0."""
         return max(float(rank.ends[-1]) for rank in self.ranks)
 
     def bound(self, zero: int, max_gathered: int | None) -> float:

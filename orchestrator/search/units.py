@@ -79,7 +79,7 @@ class Units:
 
     @cached_property
     def alike(self) -> list[int]:
-        """For each pipeline rank, the first one with the same kinds of units in its stages."""
+        """For each pipeline rank the first one with the same kinds of units in its stages."""
         of_stages = [tuple(map(self.kinds.__getitem__, units)) for units in self.of_stages]
         of_ranks = [tuple(of_stages[stage] for stage in held) for held in self.placement]
         first = dict(zip(reversed(of_ranks), reversed(range(len(of_ranks))), strict=True))

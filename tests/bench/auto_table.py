@@ -38,7 +38,7 @@ ALL_TO_ALL_BANDWIDTH = 50e9  # bytes/s per rank, of expert parallelism
 
 @dataclass(frozen=True)
 class Model:
-    """`top_k` experts per token in all layers but the first `first_k_dense`; a dense model if `top_k` is 0."""
+    """`top_k` experts per token in all but the first `first_k_dense` layers; a dense model if `top_k` is 0."""
 
     spec: ModelSpec
     first_k_dense: int = 0
@@ -59,8 +59,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """`limit` is a multiple of 1F1B's activation memory (`ranks` microbatches), `slow` a factor on time by rank,
-    `hosts` the number of hosts that the pipeline spans. `gains`: the search should beat the catalogue."""
+    """`limit` is a multiple of 1F1B's activation memory (`ranks` microbatches), `slow` a factor of time by rank,
+    `hosts` the number of hosts that the pipeline spans. `gains`: the search is expected to beat the catalogue."""
 
     model: str
     ranks: int

@@ -42,7 +42,7 @@ from pentad.workers.checkpoint.checkpoint import folder_of
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("copy", "checkpoint")
-SECONDS = 240.0  # for one answer, as the first step compiles kernels
+SECONDS = 240.0  # for one answer: the first step compiles kernels
 COST = [
     *("run.name=cost", "model.layers=4", "mesh.tp=1", "mesh.dp=2", "zero.stage=1", "schedule.microbatches=8"),
     *("batch.global_batch_size=16", "data.holdout=0", "eval.every=0", "precision.deterministic=true"),
@@ -52,7 +52,7 @@ KILL = [
     *("checkpoint.every=0", "checkpoint.every_seconds=0", "elastic.hang_seconds=5", "cluster.auth=disabled"),
     *("cluster.dashboard=false", "data.holdout=0", "eval.every=0"),
 ]
-COPY = ("step", "seconds", "snapshot_seconds", "transfer_seconds", "steps_meanwhile", "bytes")  # facts from the journal
+COPY = ("step", "seconds", "snapshot_seconds", "transfer_seconds", "steps_meanwhile", "bytes")  # facts of the journal
 
 
 class Trial:

@@ -80,7 +80,7 @@ def products(name: str, n: int, k: int) -> list[dict[str, Any]]:
 
 
 def casts(recipe: Recipe) -> dict[str, tuple[float, Calls]]:
-    """Casts, each with the bytes that must move if every input is read once and every result written once."""
+    """Casts, each with the bytes that must move: every input read once and every result written once."""
     weight, big = random(HIDDEN), random(2 * FFN, HIDDEN)
     narrow = sets(lambda: (random(TOKENS, HIDDEN), random(TOKENS, HIDDEN)))
     wide = sets(lambda: (random(TOKENS, 2 * FFN), random(TOKENS, FFN)))

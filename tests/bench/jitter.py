@@ -65,7 +65,7 @@ def work(burn_seconds: float, connection: Connection, plan: Plan, rank: int) -> 
 
 
 def burn(seconds: float) -> list[tuple[float, float, float]]:
-    """(seconds since the start, FLOP/s since the last row, SM clock in hertz) for products of random values."""
+    """(seconds since the start, FLOP/s since the last row, SM clock in hertz) of products of random values."""
     a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     number = index_of(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     torch.mm(a, b)

@@ -254,7 +254,7 @@ def attention_of(heads: int, groups: int, length: int, width: int, value: int, b
         return torch.autograd.grad(out, leaves, dout) if backward else out
 
     def check() -> float:
-        group = heads // groups  # only the first group of heads, as a float64 reference of all would not fit
+        group = heads // groups  # only the first group of heads: a float64 reference of all heads would not fit
         part = [t[:, : group if t.shape[1] == heads else 1].double().requires_grad_() for t in data[0]]
         out = F.scaled_dot_product_attention(part[0], part[1], part[2], is_causal=True, enable_gqa=True)
         expected = (out, *torch.autograd.grad(out, part[:3], part[3])) if backward else (out,)
@@ -309,7 +309,7 @@ def seconds(calls: Calls) -> tuple[float, str]:
     def run_all() -> list[object]:
         return [call() for call in calls]
 
-    outputs = run_all()  # kept alive, so that every call writes to memory of its own
+    outputs = run_all()  # kept alive, so that every call writes to its own memory
     torch.cuda.synchronize()
     try:
         graph = torch.cuda.CUDAGraph()

@@ -122,7 +122,7 @@ def summarize(plan: Plan, answers: list[Any], warmup: int = WARMUP) -> dict[str,
 
 
 def profiled(profile: RankProfile | None) -> dict[str, Any]:
-    """Milliseconds of a rank's kernels, or why there are none."""
+    """Milliseconds of a rank's kernels; or why there are none."""
     if profile is None or profile.problem:
         return {"error": profile.problem if profile else "no profile"}
     events = unpack(profile.data)

@@ -98,7 +98,7 @@ def copies(size: int) -> dict[str, float]:
     def product(*ways: str) -> float:
         """Median milliseconds of a product. The copies outlast all products."""
         torch.cuda.synchronize()
-        for _ in range(PRODUCTS):  # an idle GPU would start at a higher clock
+        for _ in range(PRODUCTS):  # an idle GPU would begin at a higher clock
             torch.mm(x, w)
         start(*ways)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(PRODUCTS + 1)]

@@ -169,7 +169,7 @@ def gpu_span_seconds() -> float:
 
 
 def report(switch: Switch, instructions: int, ranks: int, gpu: bool) -> dict[str, Any]:
-    """Fractions as described above. `instructions` is the number in a step, over all ranks."""
+    """Fractions as described above. `instructions` is their number in a step, over all ranks."""
     periods: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for (since, cpu_before), (until, cpu_after) in pairwise(switch.samples):
         # A step that crosses an end of the period counts by the fraction of it that lies within.

@@ -86,7 +86,7 @@ def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> 
         try:
             while process.poll() is None and time.monotonic() < until:
                 time.sleep(0.5)
-                if any(step == count for step, *_ in logged(log)):  # it does not always exit after its last step
+                if any(step == count for step, *_ in logged(log)):  # it does not always end after its last step
                     break
         finally:
             with suppress(ProcessLookupError):  # it may have ended
@@ -122,7 +122,7 @@ def pentad(ranks: Ranks, case: dict[str, Any], data: list[str]) -> list[dict[str
 
 
 def report(row: dict[str, Any]) -> str:
-    """One line per run: speed, ratio to torchtitan's best, fraction of the GPU's peak, memory, last loss."""
+    """One line per run: speed, ratio to torchtitan's best, share of the GPU's peak, memory, last loss."""
     peers = [run[SPEED] for run in row["torchtitan"] if "error" not in run]
     lines = [f"{row['case']}: torchtitan {', '.join(f'{speed:,.0f}' for speed in peers) or 'no figure'} tokens/s/GPU"]
     for overrides, run, *again in zip(

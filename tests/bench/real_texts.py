@@ -83,7 +83,7 @@ def manuals(debian: Path) -> Iterator[str]:
 
 
 def kernel(debian: Path) -> Iterator[str]:
-    """The C files; headers, of registers, are tables of numbers."""
+    """The C files; headers of registers are tables of numbers."""
     with tarfile.open(debian / KERNEL, "r|xz") as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(".c"):

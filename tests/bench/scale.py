@@ -31,7 +31,7 @@ from pentad.schedules.spec.plan import Plan
 
 GPU, LENGTH, BATCH = "NVIDIA H100 80GB HBM3", 8192, 2048  # sequences of a step in strong scaling
 GPUS = (64, 256, 1024, 4096, 16384)
-DRAWN = 4_000_000  # of all draws together
+DRAWN = 4_000_000  # events of all draws together
 MOST = 256  # microbatches of a replica in strong scaling
 FREE = Links.uniform(0.0, 1e18)
 LAYERS = {"vocab": 128256, "kv_heads": 8}

@@ -15,7 +15,7 @@ Point = tuple[str, float, float]  # series, x, y
 
 
 def svg_scatter(points: Sequence[Point], *, title: str, band: float = 0.1) -> str:
-    """The SVG text, with a line where both axes are equal and a band around it."""
+    """The SVG text, with a line where both are equal and a band around it."""
     names = list(dict.fromkeys(name for name, _, _ in points))
     low = min(min(x, y) for _, x, y in points) / 1.3
     high = max(max(x, y) for _, x, y in points) * 1.3

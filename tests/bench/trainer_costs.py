@@ -21,7 +21,7 @@ from typing import Any
 
 from record import record
 
-WARM_UP = 10  # steps, in which kernels are compiled and clocks rise
+WARM_UP = 10  # steps: kernels are compiled and clocks rise
 SHARES = {"a": ("[a-d]*.py", 5), "b": ("[e-p]*.py", 3), "c": ("[q-z]*.py", 2)}
 
 

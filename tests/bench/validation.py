@@ -52,7 +52,7 @@ Facts = dict[str, Any]
 
 
 def sections(facts: Facts) -> dict[str, Any]:
-    """A row as pentad's configuration. A network with two matrices has as many elements as a gated one of 2/3 its
+    """A row as pentad's configuration. A network with two matrices has as many elements as a gated one of 2/3 the
     width."""
     tp = facts.get("tp", 1)
     model = {key: facts[key] for key in (*MODEL, "mtp_layers", "sliding_window") if key in facts}

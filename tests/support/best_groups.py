@@ -1,4 +1,4 @@
-"""The exact oracle of data-aware groups: of all ways to place a few documents on ranks, the one that ends first."""
+"""The exact oracle of data-aware groups: of all ways to put a few documents on ranks, the one that ends first."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Browser:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._loop, self._socket, self._sent = loop, socket, 0
-        self.errors: list[str] = []  # what the page's scripts threw, and what its policy refused
+        self.errors: list[str] = []  # what the page's scripts have thrown, and what its policy has refused
         for domain in ("Page", "Runtime", "Log"):
             self.do(f"{domain}.enable")
 
@@ -64,7 +64,7 @@ class Browser:
         return found["result"].get("value")
 
     def until(self, script: str) -> Any:
-        """The value of an expression, once it is truthy."""
+        """The value of an expression once it is true."""
         end = time.monotonic() + SECONDS
         while not (found := self.value(script)):
             assert time.monotonic() < end, f"{script}: {self.value('document.body.innerText')[:500]} {self.errors}"

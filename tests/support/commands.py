@@ -1,4 +1,4 @@
-"""The command line, called within this process."""
+"""The command line, called in this process."""
 
 from __future__ import annotations
 

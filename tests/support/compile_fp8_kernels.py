@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 def reads(case: Case) -> Counter[str]:
-    """The kinds of loads from device memory in a compiled kernel."""
+    """The kinds of loads from device memory of a compiled kernel."""
     _, kernel, types, constants, warps = case
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}

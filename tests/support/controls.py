@@ -63,7 +63,7 @@ def seen(state: str = "running", *ranks: RankView, **more: Any) -> RunView:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Served]:
-    """A service that has received views of a run with two ranks."""
+    """A service that has received views of a run of two ranks."""
     made = Served(folder)
     made.control.on_view(seen())
     try:

@@ -23,7 +23,7 @@ def build(
     progress: Callable[[BuildProgress], None] = lambda progress: None,
     **options: Any,
 ) -> Corpus:
-    """The corpus of a source, in the folder `out` beside it, with a tokenizer of 300 tokens unless one is given."""
+    """The corpus of a source, in the folder `out` beside it, with a tokenizer of 300 tokens, unless one is given."""
     options = {"vocab": None if options.get("tokenizer") else 300} | options
     request = BuildRequest((str(source),), Path(source).parent / "out", workers=1)
     return build_corpus(replace(request, **options), note, progress)

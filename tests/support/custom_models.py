@@ -1,4 +1,4 @@
-"""Custom models for tests: the text of a user's file, and the same training in a single process with plain torch."""
+"""Custom models for tests: the text of a user's file, and the same training in one process with plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Valid files with a few bytes or values changed, as a disk, an editor or another program might."""
+"""Valid files with a few bytes or values changed, as a disk, an editor or another program would."""
 
 from __future__ import annotations
 

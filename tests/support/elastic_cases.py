@@ -140,7 +140,7 @@ def assert_ends_as_expected(run: Run, overrides: Sequence[str], expected: Outcom
 
 
 def assert_recovered(run: Run, *how: str) -> None:
-    """Asserts that the journal has loss, fence and recovery in this order, and a recovery for each of `how`."""
+    """Asserts that the journal has loss, fence and recovery in this order, and one recovery for each of `how`."""
     assert run.end() == 0, run.describe()
     recovered = run.events("recovered")
     assert tuple(row["how"] for row in recovered) == how, run.describe()

@@ -36,7 +36,7 @@ def with_eval(plan: Plan, sequences: int, *, max_gathered: int | None = None) ->
 
 
 def assert_evaluates_like_one_process(fleet: Fleet, plan: Plan) -> list[Outcome]:
-    """Evaluates before the first and after the last step, in float64, and compares to 1e-10."""
+    """Evaluates before the first step and after the last, in float64, and compares to 1e-10."""
     outcomes = fleet.run(plan, EVALUATED)
     weights = {each.name: initial_values(each, plan.seed).double() for each in tensors(plan.model) if not each.tied_to}
     first, _, last = losses_of(outcomes[0])

@@ -1,4 +1,4 @@
-"""Process groups of two ranks in one process: the other rank sends the same data as this one, which arrives when
+"""Process groups of two ranks in one process: the other rank sends the same data as this one, and it arrives when
 awaited."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import create_parameters
 
-COMPUTE = {"mm", "bmm", "addmm_", "mul", "exp"}  # at least one of these is between any two communication operations
+COMPUTE = {"mm", "bmm", "addmm_", "mul", "exp"}  # at least one of these is between any two operations
 
 
 class FakeGroup:

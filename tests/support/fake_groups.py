@@ -76,7 +76,7 @@ class FakeGroup(NamedTuple):
 
 
 def in_tiles(model: ModelSpec) -> ModelSpec:
-    """The model with operands that are whole tiles of 128, even on two tensor ranks."""
+    """The model with operands of whole tiles of 128, even on two tensor ranks."""
     mla, sizes = model.mla, {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
     if mla is not None:
         mla = replace(mla, q_lora_rank=256 * bool(mla.q_lora_rank), **sizes)

@@ -57,12 +57,12 @@ class Rank:
         self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
         self.is_alive, self.hangs, self.ready, self.copied, self.copied_to_peers = True, False, False, -1, -1
         self.hanging = False  # in a write
-        self.leaving = self.node_leaving = ""  # why the rank, or its node, is about to end
+        self.leaving = self.node_leaving = ""  # why it, or its node, is about to end
         self.losses = (1.0,)  # of the newest step; empty if unknown to the rank
         self.results: list[StepResult] = []
         self.open: list[StepResult] = []
         self.evaluations: list[Evaluation] = []
-        self.held: dict[tuple[CopyKey, int], bool] = {}  # parts of copies, and whether they count
+        self.held: dict[tuple[CopyKey, int], bool] = {}  # parts, and whether they count
         self.copy_problem: PentadError | None = None  # why it cannot read copies
 
     def place(self) -> WorkerPlace:

@@ -38,7 +38,7 @@ DRIVER_NODE = "node0"
 
 
 class FakePlacement(Placement):
-    """Bundles that move to a spare node; `fake.nodes` says where they are."""
+    """Bundles that move to a spare node: `fake.nodes` says where they are."""
 
     def __init__(self, fake: FakeRay) -> None:
         super().__init__(None)
@@ -95,7 +95,7 @@ class FakeRay:
         self.writing = (-1, -1)
         self.committing, self.given_up, self.overwritten = set[int](), set[int](), set[int]()
         self.full: set[int] = set()
-        self.pinning: set[int] = set()  # generations in which memory for snapshots is not available yet
+        self.pinning: set[int] = set()  # generations in which memory for snapshots is not there yet
         self.full_memory = False  # no rank has memory for the state that it hands over
         self.killed: list[int] = []
         self.on_call: Callable[[Rank, str], None] = lambda rank, method: None
@@ -165,7 +165,7 @@ class FakeRay:
             rank.is_alive = rank.is_alive and rank.pid != pid
 
     def strike(self, rank: Rank, step: int) -> None:
-        """Kills the ranks that die in this step, and blocks those that then wait for them."""
+        """Kills the ranks that die in this step; blocks those that then wait for them."""
         if rank.number == 0:
             self.now += STEP_SECONDS
         if step in self.returns and not self.is_broken(rank.generation):

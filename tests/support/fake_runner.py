@@ -201,7 +201,7 @@ class FakeRunner:
 
 
 def eval_loss_of(step: int) -> float:
-    """The loss per token after this many steps; lowest after 6."""
+    """The loss per token after this many steps, least after 6."""
     return 1.0 + (step - 6) ** 2
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-MOST_OF_A_REQUEST = {"metrics": 1000, "params": 100}  # as in MLflow's REST interface
+MOST_OF_A_REQUEST = {"metrics": 1000, "params": 100}  # of MLflow's REST interface
 
 
 class Metric(NamedTuple):

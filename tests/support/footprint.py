@@ -1,4 +1,4 @@
-"""The processes and files of a run on this machine, identified by a mark in their environment."""
+"""The processes and files of a run on this machine, identified by a mark in its environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A single process that balances experts over the documents of each data-aware group."""
+"""One process that balances experts over the documents of each data-aware group."""
 
 from __future__ import annotations
 

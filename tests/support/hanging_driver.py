@@ -21,7 +21,7 @@ metrics = RunFolder.metrics
 
 
 def hanging(seconds: float, patch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The `metrics` of a run folder that hangs once a step of at least FROM is to be recorded."""
+    """`metrics` of a run folder that hangs once a step of at least FROM is to be recorded."""
     disks = list[HangingDisk]()
 
     def record(folder: RunFolder, *rows: dict[str, Any]) -> list[dict[str, Any]]:

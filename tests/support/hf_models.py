@@ -96,7 +96,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 # Run only as slow cases: each differs little from one of the models that expensive tests always run.
 SLOW = {"qwen2", "qwen2-window", "mistral", "mistral-full", "phi3", "gemma2-uncapped", "gemma3"}
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # if the name is not that of the model class
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name is not that of the model class
 
 
 def make(name: str, **other: Any) -> Any:
@@ -175,7 +175,8 @@ def rewrite(folder: Path, **values: Any) -> None:
 
 @contextmanager
 def widened(name: str, monkeypatch: Any) -> Iterator[None]:
-    """Within the block, a family computes in float64 what it casts to float32: norms, softmax, router, angles."""
+    """Within the block, a family computes in float64 what it normally casts to float32: norms, softmax, router,
+    angles."""
     module = (
         MODELS[name][0]
         .lower()

@@ -93,7 +93,7 @@ def rows_of(data: dict, number: int) -> list[tuple[int, str]]:
 
 
 def dependencies_of(data: dict, number: int) -> dict[tuple[int, str], set[tuple[int, str]]]:
-    """What each row of a program waits for; both as pipeline rank and name."""
+    """What each row of a program waits for, both as pipeline rank and name."""
     rows, dependencies = rows_of(data, number), data["programs"][number]["dependencies"]
     before = iter(dependencies["before"])
     counts = enumerate(dependencies["count"])

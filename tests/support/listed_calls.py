@@ -31,7 +31,7 @@ HELD_OUT = ("data.holdout=0.1",)
 
 
 class Ranks:
-    """Answers calls immediately, with steps of `seconds`; `waiting` is the largest number of calls in flight."""
+    """Answers calls at once, with steps of `seconds`; `waiting` is the largest number of calls in flight."""
 
     def __init__(self, plan: Plan, seconds: float) -> None:
         self.plan, self.seconds, self.now = plan, seconds, 0.0

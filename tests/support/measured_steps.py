@@ -45,8 +45,8 @@ class MeasuredRun(NamedTuple):
 
 
 def measured_run(name: str, seed: int = 7) -> MeasuredRun:
-    """A schedule on dp2 x pp4; 'NAME post-validation' validates its optimizer steps, 'NAME evaluation' runs only
-    forwards."""
+    """A schedule on dp2 x pp4; 'NAME post-validation' validates its optimizer steps, 'NAME evaluation' only goes
+    forward."""
     name, _, how = name.partition(" ")
     mesh, drawn = Mesh(dp=2, pp=4), random.Random(seed)
     program = compile_program(name, 4, 8, replicas=2, post_validation=how == "post-validation")

@@ -96,7 +96,7 @@ class Cluster:
         os.kill(pid, signal.SIGKILL)
 
     def free_cpus(self) -> float:
-        """The CPUs that nothing on the cluster has reserved."""
+        """CPUs that nothing on the cluster has reserved."""
         client = ray._raylet.GcsClient(address=self.address)
         loads = client.get_all_resource_usage(timeout=10).resource_usage_data.batch
         return sum(load.resources_available.get("CPU", 0.0) for load in loads)
@@ -192,7 +192,7 @@ def multinode_cluster(
     variables |= USUAL_PRIORITY | NO_IDLE_WORKERS
     folder = Path(
         tempfile.mkdtemp(prefix="pentad-nodes-", dir="/tmp")
-    )  # a short path, as socket paths have at most 107 bytes
+    )  # a short path: socket paths have at most 107 bytes
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         match tables:

@@ -15,7 +15,7 @@ from pentad.schedules.simulate.dependencies import data_dependencies
 
 
 class Mutant(NamedTuple):
-    """A program with a defect. `culprits` are the changed instructions and those that directly depend on one: that wait
+    """A program with a defect. `culprits` are the changed instructions and those that depend on one directly: that wait
     for it, read its result, rendezvous with it, or follow it on its lane. `fatal`: the defect is never harmless."""
 
     kind: str

@@ -1,4 +1,4 @@
-"""Processes that measure the network between them; one of them may be slow."""
+"""Processes that measure the network between them, one of which may be slow."""
 
 from __future__ import annotations
 

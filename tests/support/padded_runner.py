@@ -17,7 +17,7 @@ from pentad.schedules.ir.instruction import Instruction
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.runtime.runner import Runner
 
-LAYER_SECONDS = {"F": 0.006, "BW": 0.012}  # most of it sleep
+LAYER_SECONDS = {"F": 0.006, "BW": 0.012}  # most of it is sleep
 STAGE_SECONDS = {"F": 0.03, "B": 0.03, "W": 0.03, "BW": 0.06}
 FACTOR = 1.15
 BEGINS = 40  # ranks without peers are compared with what they did in their first 34 steps

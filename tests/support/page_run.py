@@ -48,7 +48,7 @@ class PageRun:
         self.bus.ranks_placed(cast(WorkerGroup, group))
 
     def run(self, *steps: int, generation: int = 1, together: bool = False, loads: Any = LOADS) -> None:
-        """Measured steps, each as simulated; `together`: in one call, of which only the last ones are measured."""
+        """Measured steps, each as simulated; `together`, in one call, of which only the last ones are measured."""
         rows, measured = list[dict[str, Any]](), list[tuple[Span, ...]]()
         for step in steps:
             spans = tuple(s._replace(step=step, start=s.start + step, end=s.end + step) for s in self.spans)
@@ -67,8 +67,8 @@ class PageRun:
             self.bus.steps_done(rows[first:last], measured[first:last][-10:])
 
     def stall(self) -> None:
-        """Rank 3, of the last stage, stays in its first forward, and rank 1 waits for its gradient. The other replica
-        goes on until both meet at the end of the step."""
+        """Rank 3, of the last stage, stays in its first forward: rank 1 waits for its gradient. The other replica goes
+        on, until both meet at the end of the step."""
         for rank in (0, 1, 2, 3):
             self.at(rank, Op.F if rank == 3 else Op.BW if rank < 2 else Op.F)
         self.bus.update_ranks(self.statuses, dict.fromkeys(range(4), time.monotonic() + 3600))  # all answer

@@ -93,7 +93,7 @@ def random_groups(rows: Sequence[np.ndarray], batch: BatchSpec, cp: int, ep: int
 
 
 def _partition(pool: Sequence[int], random: np.random.Generator) -> list[tuple[int, ...]]:
-    """Groups of one to all ranks of the pool, in any order."""
+    """Groups of 1 to all ranks of the pool, in any order."""
     ranks, found = random.permutation(pool).tolist(), list[tuple[int, ...]]()
     while ranks:
         size = int(random.integers(1, len(ranks) + 1))

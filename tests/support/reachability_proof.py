@@ -1,4 +1,4 @@
-"""An independent verification of programs by reachability; shares no code with `check` or `events`."""
+"""An independent verification of programs by reachability, sharing no code with `check` or `events`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _direct(program: Program, parts: dict[Place, Instruction]) -> dict[Place, se
     for rank, stream in enumerate(program.streams):
         last: dict[str, set[Place]] = {}
         for action in stream:
-            for part in action.parts:  # in an overlapped pair, the forward may end before the backward
+            for part in action.parts:  # of an overlapped pair, the forward may end before the backward
                 before = {(rank, key) for key in part.waits} | last.get(part.lane, set())
                 last[part.lane] = {(rank, part.key)}
                 for place in ((rank, part.key), *together[rank, part.key]):
@@ -98,7 +98,7 @@ def _before(direct: dict[Place, set[Place]], number: dict[Place, int]) -> dict[P
 
 
 def _prove_data(facts: Facts, stage: int, mb: int) -> None:
-    """Asserts F, then BW or B and W, on one rank, with inputs computed there earlier, or sent and received."""
+    """Asserts F, then BW or B and W, on one rank; their inputs were computed there earlier, or sent and received."""
     backward = {s: Op.BW if Key(Op.BW, s, mb) in facts.home else Op.B for s in range(facts.program.stages)}
     ops = (Op.F, backward[stage]) if backward[stage] is Op.BW else (Op.F, Op.B, Op.W)
     assert {op for op in COMPUTE if Key(op, stage, mb) in facts.home} == set(ops)
@@ -121,7 +121,7 @@ def _prove_data(facts: Facts, stage: int, mb: int) -> None:
 
 
 def _prove_slices(facts: Facts, stage: int, piece: int) -> None:
-    """Asserts that the slices of a sequence run forward in order and backward in reverse, on one rank."""
+    """Asserts that the slices of a sequence run forward in order and backward in reverse order, on one rank."""
     slices = facts.program.slices
     if piece % slices:
         one, two = (Key(Op.F, stage, k) for k in (piece - 1, piece))

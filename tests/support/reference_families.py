@@ -19,7 +19,7 @@ Tensors = dict[str, Tensor]
 
 
 class Losses(NamedTuple):
-    """The parts of a loss, which is their sum, and the mean squared log-sum-exp of the logits, which is no part."""
+    """The parts of a loss, which is their sum, and the mean squared log-sum-exp of the logits, which is not."""
 
     main: Tensor
     routers: Tensor
@@ -114,7 +114,7 @@ def routes(
 
 
 def balance(experts: Experts, routes: Routes) -> Tensor:
-    """E sum_e (share of visits to e) (mean probability of e), 1 for an even load (arXiv 2101.03961, section 2.2)."""
+    """E sum_e (share of visits of e) (mean probability of e), 1 at an even load (arXiv 2101.03961, section 2.2)."""
     probability = routes.scores / routes.scores.sum(-1, keepdim=True)
     share = load(experts, routes).to(probability.dtype) / routes.chosen.numel()
     return experts.num_experts * (share * probability.mean(0)).sum()
@@ -297,7 +297,7 @@ def _attend(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of [B, N, S, D], with heads side by side: [B, S, N D]."""
+    """Causal attention of [B, N, S, D], its heads side by side: [B, S, N D]."""
     factor = model.rope_scaling.softmax_factor if model.rope_scaling is not None else 1.0
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     if documents is not None:

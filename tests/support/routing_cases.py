@@ -1,4 +1,4 @@
-"""Cases for the router's kernels, on a GPU and in Triton's interpreter, against torch in float64."""
+"""Cases of the router's kernels, for a GPU and for Triton's interpreter, against torch in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_choice(tokens: int, num_experts: int, gate: Gate, biased: bool, device
 
 
 def check_backward(tokens: int, num_experts: int, gate: Gate, more: bool, dtype: torch.dtype, device: str) -> None:
-    """`more`: with the gradients of a load-balancing loss and of a z-loss."""
+    """`more`: with gradients of a load-balancing loss and of a z-loss."""
     logits = torch.randn(tokens, num_experts, device=device)
     scores, experts, weights, _ = moe_router.choose_experts(logits.double(), None, gate)
     dweights = torch.randn(tokens, gate.top_k, device=device)

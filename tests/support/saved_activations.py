@@ -1,4 +1,4 @@
-"""Saved activations over time: the reference for the curves on pages."""
+"""Saved activations over time: the reference for the curves of pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def activations_over_time(program: Program, timeline: Timeline) -> list[list[tup
     """By rank, (time, microbatches saved from then on) at every change, in microbatches of all layers of the rank.
 
     A forward takes memory when it starts, a backward frees it when it ends. `timeline` is one step of the program on
-    its ranks.
+    the program's ranks.
     """
     spans = {(span.rank, span.name): span for span in timeline.spans}
     change_of_row = iter(activation_changes(program).tolist())

@@ -15,7 +15,7 @@ from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.shards import read
 
-Order = tuple[Any, ...]  # a method of a Runner, and its arguments
+Order = tuple[Any, ...]  # a method of a Runner and its arguments
 
 
 def tensors_of(folder: Location) -> dict[str, torch.Tensor]:

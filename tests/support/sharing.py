@@ -1,4 +1,4 @@
-"""Which tests must run in the same process when the suite runs in several."""
+"""Which tests must run in the same process when the suite runs in several processes."""
 
 import re
 
@@ -34,7 +34,7 @@ OWN_CLUSTERS = (
     "tests/orchestrator/sweep/test_real_trials.py",
 )
 ORDER = (*SHARED_CLUSTER, *OWN_CLUSTERS)
-INDEPENDENT = "tests/chaos/test_chaos.py"  # takes long, and its tests share nothing
+INDEPENDENT = "tests/chaos/test_chaos.py"  # runs long, and its tests share nothing
 FILES = [path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")]
 # Tests that use rank processes, which are forked from one server in each process of the run; it takes seconds to start.
 RANKS = re.compile(r"fleet|worker_processes|from pool|rank_checks|(calibrated|cp|expert|network)_ranks")

@@ -1,4 +1,4 @@
-"""The history in W&B's own files, a LevelDB log of protobuf records, which wandb itself only uploads."""
+"""The history in W&B's own files: a LevelDB log of protobuf records, which wandb only uploads."""
 
 from __future__ import annotations
 

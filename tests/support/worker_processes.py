@@ -34,7 +34,7 @@ NUM_CALLS = 4  # number of calls over which `check_recovery` divides its steps
 
 
 class WorkerProcess:
-    """One rank. `call` queues a method of its Runner; `call_now` calls it immediately, on the control thread, and
+    """One rank. `call` queues a method of its Runner; `call_now` calls it at once, on the control thread, and
     `call_beside` on a thread of its own."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def call_all(workers: list[WorkerProcess], method: str, *arguments: Any, seconds
 
 
 def start_generation(workers: list[WorkerProcess], plan: Plan, generation: int, copy: CopySource | None = None) -> None:
-    """Makes and connects runners. After generation 1 they take over the state of the previous ones, or start reading
+    """Makes and connects runners. After generation 1 they take over the state of the previous ones, or begin to read
     this copy."""
     made = [worker.call("make", plan, rank, generation) for rank, worker in enumerate(workers)]
     for worker, number in zip(workers, made, strict=True):
@@ -127,7 +127,7 @@ def start_run(workers: list[WorkerProcess], plan: Plan) -> None:
 
 
 def uninterrupted(workers: list[WorkerProcess], plan: Plan, steps: int) -> tuple[dict, dict]:
-    """Losses and state of a run without a fault; see `losses_and_state`."""
+    """Losses and state of a run without a fault, see `losses_and_state`."""
     start_run(workers, plan)
     found = losses_and_state(workers, call_all(workers, "run", 0, steps), 0)
     call_all(workers, "close")

@@ -69,7 +69,7 @@ def _refine(run: str, out: Path | None, *, as_json: bool) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, if that is a terminal; yields the function to call with each measurement."""
+    """A bar on stderr, if that is a terminal; yields the function to call with each measurement."""
     console = Console(stderr=True)
     columns = (TextColumn(" measuring"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

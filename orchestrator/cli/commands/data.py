@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pentad.workers.preprocess.build import BuildProgress
 
 data = typer.Typer(help="Build and inspect token shards.", no_args_is_help=True)
-_LINE_EVERY = 10.0  # seconds, if the progress line cannot be rewritten
+_LINE_EVERY = 10.0  # seconds, where the progress line cannot be rewritten
 
 
 @data.command()
