@@ -95,7 +95,7 @@ class DataSection(Section):
 
     @property
     def held_out(self) -> dict[str, str]:
-        """The path of each corpus that `holdout` holds part of out, by name of the resulting data set."""
+        """The path of each corpus with held-out documents, by the name of their data set."""
         if not self.holdout:
             return {}
         if self.path is not None:

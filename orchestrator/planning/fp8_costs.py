@@ -70,8 +70,8 @@ def _impossible(model: ModelSpec, scaling: str, mesh: Mesh) -> str:
 
 
 def unread_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates: Rates) -> tuple[float, float]:
-    """Seconds that F and B of these layers save with delayed scaling: casts need not read their input for its maximum
-    first, so that they can be fused with the kernel that makes it."""
+    """Seconds that F and B of these layers save with delayed scaling: casts read neither the inputs of their products
+    for a maximum first, nor the operands from which fused kernels make these inputs."""
     if piece.fp8 is None or not piece.fp8.delayed or piece.device != "cuda":
         return 0.0, 0.0
     forward, backward = 0, 0

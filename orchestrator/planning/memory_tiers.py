@@ -147,8 +147,8 @@ def _with_prefetch(
 
 
 class _Search:
-    """Tries plans with different fractions and different amounts of recomputation: up to `steps` of them, which are
-    layers of each stage, or with memory.recompute_fraction auto parts of the rows. `most` does the most of both."""
+    """Tries plans with different fractions and different recomputation, of 0 to `steps` layers of each stage, or with
+    memory.recompute_fraction auto parts of the rows. `most` does the most of both."""
 
     def __init__(
         self, config: RunConfig, device: DeviceMemory, host: HostMemory, make: Maker, known: dict[Hashable, _Tried]

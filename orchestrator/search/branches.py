@@ -51,8 +51,8 @@ class LaidOut(NamedTuple):
 class Group(NamedTuple):
     """Settings that differ in recomputation or offloading: the one with neither (`is_plain`), and, if that one does not
     fit or is not in the group, the others (`is_saving`). `later` are the ZeRO stages and numbers of gathered units
-    still to try, each no faster than the one before and with no more memory; `chains` are those of the shardings
-    before, by what they do more and more of and by room."""
+    still to try, each no faster than the one before and with no more memory; `chains` are those of earlier
+    shardings, by kind of saving and by room."""
 
     setting: Setting
     timed: Timed

@@ -196,7 +196,7 @@ class Work:
         return end_seconds(*given, host_optimizer=on_host, shards=shards)
 
     def units(self, placement: Placement, mesh: Mesh, layers: int | None, *, shared: bool) -> Units:
-        """Units of this many layers each; by default as large as is usual with `shared` parameters or without."""
+        """Units of this many layers each; the default depends on whether ranks have `shared` parameters."""
         key = placement, mesh.tp, mesh.ep, layers, shared
         if key not in self._counts:
             given = self.with_units(layers), self.model, self.stages(placement), mesh, self.dtype

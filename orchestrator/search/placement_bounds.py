@@ -142,8 +142,8 @@ def planned_counts(ranks: int, stages: int, microbatches: int, saved: int) -> Co
     """The counts of a schedule that plans with costs, whose ranks save at most `saved` microbatches of their one or two
     stages. Weight gradients follow the order of backwards, so the last one of the first stage comes last of all. Before
     the last one of the second stage, all forwards have run, and all additions to the first stage's gradients except for
-    what is still saved. Likewise all additions to gradients have run before the last backward, except for what is still
-    saved: two stages together, or half of that for one."""
+    what is still saved. Before the last backward, all weight gradients have run except for at most 2 x `saved` of the
+    first stage and `saved` of the second."""
     adding = np.full((stages, stages, len(_PARTS)), microbatches)
     adding[range(stages), range(stages), -1] -= 1
     adding[1:, 0, 1:] = max(0, microbatches - stages * saved + 1)
