@@ -179,8 +179,8 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str, 
 
 def waited_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str) -> CommVolume:
     """The part of `stage_volume` on tp that no product overlaps. Routed experts multiply the rows of all ranks, sorted,
-    so only the products of a shared expert can start with this rank's rows and end with them; in F they cannot end with
-    them when they run during the dispatch of tokens."""
+    so only the products of a shared expert start with this rank's rows and end with them; in F they end with them only
+    without ep, as otherwise they run while tokens are dispatched."""
     found, experts, is_whole = CommVolume(), model.experts, phase in WHOLE
     if experts is None or piece.mesh.tp == 1:
         return found
