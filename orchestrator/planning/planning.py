@@ -69,9 +69,8 @@ def make_plan(
     `model` is that of the run's first plan, as a custom model's file may have changed since. So are the `units` of each
     stage, if ranks keep their state. `fractions` of units are offloaded instead of the configured ones; with
     offload_fraction auto, those with which ranks fit into `memory` (None: of the devices here). With
-    data.capacity_factor auto, ranks have room for their even share of tokens. A plan that is not `proved` is only for
-    comparison, never run. Raises PentadError for a schedule, model or transport that the checks of the configuration
-    could not refuse.
+    data.capacity_factor auto, ranks have room for their even share of tokens. A plan that is not `proved` is for
+    comparison only. Raises PentadError for a schedule, model or transport that loading could not refuse.
     """
     assert device in ("cpu", "cuda"), device
     assert "auto" not in (config.memory.recompute, config.zero.max_gathered), "the planner has not chosen yet"

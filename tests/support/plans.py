@@ -67,8 +67,7 @@ def plan_of(
     fp8: Fp8Spec | None = None,
     zero_shards: int = 0,
 ) -> Plan:
-    """A plan for CPU ranks, with two sequences of 8 tokens a microbatch. `document_mask` needs a path; `offload` is a
-    fraction."""
+    """For CPU ranks, two sequences of 8 tokens a microbatch. `document_mask` needs a path; `offload` is a fraction."""
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
     layers, units = _units(model, order.placement, unit_layers)
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
