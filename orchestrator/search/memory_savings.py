@@ -67,8 +67,8 @@ def most_saving(space: Space, setting: Setting, layout: Layout, is_plain: bool, 
 
 
 class Room:
-    """Says what may fit into `bytes` of a rank in any order, and notes by mesh how much that which does not fit needs
-    at least. Everything may fit until `refuses` is set, once the first setting that does not fit is named."""
+    """Says what may fit into `bytes` of a rank in any order. `least` is, by mesh, what settings that do not fit need at
+    least. Everything may fit until `refuses` is set, once the first setting that does not fit has been named."""
 
     def __init__(self, work: Work, space: Space, size: int) -> None:
         self.work, self.space, self.bytes, self.refuses = work, space, size, False
