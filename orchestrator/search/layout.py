@@ -304,7 +304,7 @@ class Layout:
 
     @cached_property
     def rotary_tables(self) -> tuple[int, ...]:
-        """The number in each unit."""
+        """The number of rotary tables of each unit."""
         return self._of_kinds(lambda unit: num_rotary_tables(self.model, unit))
 
     @cached_property

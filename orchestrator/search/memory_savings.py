@@ -75,7 +75,7 @@ class Room:
         self.least: dict[Mesh, int] = {}
         self.crowded = set[Mesh]()  # on which a plan may fit without slots of peer copies
         self._most = cache(lambda mesh: max(space.microbatch_counts(work.config, mesh)))
-        self._too_few: dict[tuple[Mesh, Order, int | None, int | None], int] = {}  # most counts that do not fit
+        self._too_few: dict[tuple[Mesh, Order, int | None, int | None], int] = {}  # most microbatches that do not fit
 
     def needs(self, mesh: Mesh, least: int, copied: int = 0) -> None:
         """Notes that a setting of a mesh does not fit: its least bytes, and how many of them peer copies take."""

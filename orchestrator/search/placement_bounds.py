@@ -71,7 +71,7 @@ def order_bound(layout: Layout, order: Order, microbatches: int) -> float:
         among = held.shape[1] * limit(spec_of(order.name, len(held), microbatches, order.options))
         before = among * forward.max(axis=1)
         begin = begin + np.maximum(0.0, arrival.max(axis=1) - begin - among * forward[:, 0])
-    first = np.take_along_axis(arrival + forward + turn - again, counts.first[:, None], axis=1)[:, 0]  # 1st backward
+    first = np.take_along_axis(arrival + forward + turn - again, counts.first[:, None], axis=1)[:, 0]  # first backward
     begin = np.maximum(begin, first - before)  # of its work, if the rank did not wait afterwards
     starts = begin[:, None] + (counts.adding * parts[:, None]).sum(axis=(2, 3))
     ends = begin[:, None] + (counts.backward * parts[:, None]).sum(axis=(2, 3)) + gradient + left + path.last

@@ -208,7 +208,7 @@ class _Search:
                 self._push(order_bound(each.layout, branch.order, branch.shape.microbatches), each)
 
     def _groups(self, branch: LaidOut) -> None:
-        """Branches by ZeRO stage and gathered units. Makes the order, which only here is known to be worth it."""
+        """Branches by ZeRO stage and gathered units. Only here is the order made, and only if any may fit."""
         setting, layout, is_plain, is_saving, shardings = branch
         saved, timed = most_saving(self.space, *branch[:4]), Timed(layout, setting.order, setting.microbatches)
         bounds = MemoryBounds(layout, timed)

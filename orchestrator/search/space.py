@@ -77,7 +77,7 @@ class Setting(NamedTuple):
 
     @property
     def saving(self) -> tuple[str, int | None, float]:
-        """The settings that save activations."""
+        """The choices that save activations: mode, layers and offloaded share."""
         return self.recompute, self.recompute_layers, self.offload
 
     @property

@@ -55,7 +55,7 @@ class Timed:
 
     @cached_property
     def first_alike(self) -> Order:
-        """The first schedule asked of the layout, among those with this compute order."""
+        """The first schedule with this compute order that the layout was asked for."""
         columns = self.program.columns
         rows = tuple(each.tobytes() for each in (columns.action, columns.op, columns.stage, columns.microbatch))
         return self.layout.orders.setdefault(rows, self.order)
