@@ -40,8 +40,8 @@ class _Change(NamedTuple):
 
 
 def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
-    """A sentence with the cheapest change, by simulation at guessed costs, to ZeRO's stage, recomputation or the number
-    of microbatches with which the run fits; and with its cost without the slots of peer copies, if these are too large.
+    """A sentence with the change that makes the run fit at the least cost, by simulation at guessed costs: of ZeRO's
+    stage, recomputation or the number of microbatches; and the cost over NCCL, if slots of peer copies are too large.
     If none of these suffices, with what to keep in host memory as well; or that nothing does. For runs too large to
     plan every change, only a few are tried, and the sentence says so."""
     advice = _Advice(config, plan, fit.device, [(fit.needed, Words())])
