@@ -1,4 +1,4 @@
-"""Folders of models and corpora that users name: with regular files that can be read, or one sentence."""
+"""Checks folders of models and corpora that users name: all files must be regular and readable."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _SMALL = (".json", ".crc32", ".jinja", ".py", ".txt")
 
 
 def checked_folder(folder: Path) -> Path:
-    """The folder of a model or a corpus. Raises PentadError if a file in it, hidden ones aside, is a pipe or a device,
-    or a link that leads nowhere, or one of a kind that is small and has more than MOST_JSON bytes."""
+    """Returns the folder of a model or a corpus. Raises PentadError if a file in it, hidden ones aside, is a pipe, a
+    device or a dangling link, or if a file of a usually small kind has more than MOST_JSON bytes."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name.startswith(".") and path.name != DCP_METADATA:
             continue
@@ -27,7 +27,7 @@ def checked_folder(folder: Path) -> Path:
 
 
 def check_corpora(paths: Iterable[str]) -> None:
-    """Raises PentadError for a corpus on this machine with such files."""
+    """Raises PentadError for a corpus on this machine that contains such files."""
     for path in paths:
         if "://" not in path and not path.startswith("builtin:"):
             checked_folder(expanded(path))

@@ -20,8 +20,8 @@ POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm fol
 
 @lru_cache(maxsize=4096)
 def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piece) -> list[list[list[Allocation]]]:
-    """The allocations of attention and of the feed-forward network of a layer: the norm before it, itself, the norm
-    after it."""
+    """The allocations of a layer's attention and of its feed-forward network: of the norm before, the sublayer itself,
+    and the norm after."""
     mixer = attention(model, has_window, piece) if model.mla is None else latent_attention(model, model.mla, piece)
     if has_experts and model.experts is not None:
         network = moe(model.hidden, model.experts, piece, has_biases=model.expert_biases)
@@ -35,7 +35,7 @@ def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piec
 
 
 def _made_by(part: str, allocations: Iterable[Allocation]) -> list[Allocation]:
-    """Those that RECOMPUTE of a part of the layer makes: what F would otherwise save."""
+    """The allocations, with those that F saves marked as made by RECOMPUTE of a part of the layer."""
     return [each._replace(parts=(part,)) if each.life.startswith("F-") else each for each in allocations]
 
 
@@ -56,7 +56,7 @@ def _residual(
 
 
 def _amax(piece: Piece) -> int:
-    """Bytes of the maximum that a norm scaled its cast by."""
+    """Bytes of the maximum by which a norm scaled its cast."""
     return BYTES["float32"] * (piece.norm_casts and piece.fp8 is not None and piece.fp8.scaling == "tensor")
 
 
@@ -73,7 +73,7 @@ def post_norm(hidden: int, piece: Piece) -> Iterator[Allocation]:
 
 
 def norm(hidden: int, piece: Piece) -> Iterator[Allocation]:
-    """RMSNorm of the residual stream, whose result B computes again."""
+    """RMSNorm of the residual stream; B computes its result again."""
     yield Allocation("residual stream", "F-B", piece.stream(hidden))
     yield Allocation("scale", "F-B", piece.sequence_parallel_tokens * piece.wide, offload=False)
     yield Allocation("gradient of the weight", "B-W", hidden * piece.wide)
@@ -99,8 +99,8 @@ def attention(model: ModelSpec, has_window: bool, piece: Piece) -> Iterator[Allo
     yield Allocation("heads' output, cast", "B-W", piece.cast(width))
     yield Allocation("attention", "F", copy + forward)
     yield Allocation("product with the output weight", "F", 2 * copy + stream + piece.cast(width))
-    joined = qkv * (1 if piece.fp8 is None else 2)  # while what W reads is made of the gradients of parts
-    if piece.mesh.cp == 1:  # by when the memory of the kernel is free
+    joined = qkv * (1 if piece.fp8 is None else 2)  # both exist while W's operand is made from the parts' gradients
+    if piece.mesh.cp == 1:  # the kernel's memory is free by then
         peak = max(backward + out + qkv - piece.operand(projected), joined)
     else:
         peak = backward + out + joined
@@ -156,7 +156,7 @@ def latent_attention(model: ModelSpec, mla: MLA, piece: Piece) -> Iterator[Alloc
 
 
 def mlp(hidden: int, width: int, piece: Piece) -> Iterator[Allocation]:
-    """Gated feed-forward network (SwiGLU) of a width that tp ranks split."""
+    """Gated feed-forward network (SwiGLU); tp ranks split its width."""
     width //= piece.mesh.tp
     inner, copy = piece.tokens * width * piece.itemsize, piece.copy(hidden)
     yield Allocation("gate and up", "F-B", 2 * inner, parts=("mlp",))
@@ -170,7 +170,7 @@ def mlp(hidden: int, width: int, piece: Piece) -> Iterator[Allocation]:
 
 
 def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False) -> Iterator[Allocation]:
-    """Mixture of experts, with as many rows as there can be: ep groups that gather tokens or have slots for them (GPUs)
+    """Mixture of experts, with the largest possible number of rows: ep groups that gather tokens or have slots (GPUs)
     allocate them all, and those that exchange tokens (CPUs) get no more."""
     tokens, c, wide, ep = piece.tokens, piece.itemsize, piece.wide, piece.mesh.ep
     local = experts.num_experts // ep
@@ -208,7 +208,7 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     yield Allocation("gated, gradients of gate and up", "B-W", inner)
     yield Allocation("gradients of the router's logits", "B-W", tokens * experts.num_experts * c)
     yield Allocation("gathered input", "B-W", copy)
-    # F and B in 8 bits read tokens where they are, and have casts instead; W casts its operands back
+    # in FP8, F and B read tokens in place and hold casts instead; W casts its operands back
     sorted_rows = (rows * (hidden + width) + group_tokens * hidden) * c
     yield Allocation("sorted rows and results", "F", sorted_rows + copy)
     yield Allocation("sorted rows and gradients", "B", sorted_rows + copy)
@@ -220,7 +220,7 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
 
 
 def heads_and_mtp(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
-    """Head and loss, and the layers that predict further tokens, each with a head."""
+    """Head and loss, and the MTP layers, each with a head."""
     yield from head(model, piece.of_head)
     piece = piece._replace(fp8=None)
     for _ in range(model.mtp_layers):
@@ -231,8 +231,8 @@ def heads_and_mtp(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
 
 
 def head(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
-    """The last norm, the output head and the loss; logits become their gradient, which in 8 bits is cast in both
-    forms, or are made again in chunks."""
+    """The last norm, the output head and the loss. Logits become their gradient, which in FP8 is cast in both forms, or
+    are made again in chunks."""
     width, hidden = model.vocab // piece.mesh.tp, model.hidden
     yield from norm(hidden, piece)
     yield Allocation("normed stream", "F-W" if piece.keeps_operands else "F-B", piece.stream(hidden))
@@ -247,7 +247,7 @@ def head(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     yield Allocation("gradient of the logits, cast", "B-W", piece.cast(width))
     until: Life = "F-W" if piece.logit_rows else "F-B"
     yield Allocation("log-sum-exps", until, piece.tokens * piece.wide, offload=False)
-    # tp ranks count targets from the first word of their shard
+    # tp ranks number targets from the first word of their shard
     yield Allocation("targets", until, piece.is_gathered * piece.tokens * INDEX, offload=False)
     yield Allocation("gathered input", "B-W", piece.cast(hidden) or piece.copy(hidden))
     if piece.fp8 is not None:
@@ -256,15 +256,14 @@ def head(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
 
 
 def lookup(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
-    """The embedding's gradient waits for W; tp ranks count tokens from the first word of their shard."""
+    """The embedding's gradient waits for W; tp ranks number tokens from the first word of their shard."""
     yield Allocation("gradient of the rows", "B-W", piece.full_stream(model.hidden))
     yield Allocation("tokens", "B-W", piece.is_gathered * piece.tokens * INDEX)
     yield Allocation("sums of parts of long runs of a token", "W", piece.tokens // 64 * model.hidden * piece.wide)
 
 
 def mtp_input(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
-    """What an MTP layer (arXiv 2412.19437, 2.2) reads: a token's embedding joined with a stream that is saved
-    anyway."""
+    """The input of an MTP layer (arXiv 2412.19437, 2.2): a token's embedding joined with a stream saved anyway."""
     stream = piece.stream(model.hidden)
     yield Allocation("embedding", "F-B", stream)
     yield Allocation("scales", "F-B", 2 * piece.sequence_parallel_tokens * piece.wide, offload=False)

@@ -1,7 +1,7 @@
 """Peak bytes of activations on a rank, counted along its instruction stream.
 
-Every operation has an `Effect` on the bytes held. The effects of layers in sequence make that of a stage, and those of
-instructions in sequence make that of a rank.
+Every operation has an `Effect` on the bytes held. Effects in sequence combine: those of layers into a stage's, those of
+instructions into a rank's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Effect(NamedTuple):
     peak: int
 
     def without(self, allocated: int) -> Effect:
-        """With `allocated` bytes that are allocated elsewhere but freed here."""
+        """The effect if `allocated` bytes are allocated elsewhere but freed here."""
         return Effect(self.held - allocated, self.peak - allocated)
 
 
@@ -61,18 +61,18 @@ def sequence(*effects: Effect) -> Effect:
 class StageActivations:
     """Bytes of one piece on one stage.
 
-    `saved` from F to B, `input` of it the residual stream that F received, which may lie in a receive slot instead;
-    OFFLOAD leaves those `not_offloadable`. `joined` is the largest tensor that is recomputed by rows, as RECOMPUTE
-    copies its rows together. `deferred` from B to W, of which `incoming` is the gradient that B received, which may lie
-    in a slot too. `kv_cache` and `kv_gradients` are shared by the slices of a microbatch. Effects count the input and
-    the incoming gradient as allocated.
+    `saved` is held from F to B, including `input`, the residual stream that F received, which may lie in a receive slot
+    instead; OFFLOAD leaves `not_offloadable` bytes. `joined` is the largest tensor recomputed by rows, as RECOMPUTE
+    copies its rows together. `deferred` is held from B to W, including `incoming`, the gradient that B received, which
+    may also lie in a slot. `kv_cache` and `kv_gradients` are shared by the slices of a microbatch. Effects count the
+    input and the incoming gradient as allocated.
     """
 
     saved: int
     not_offloadable: int
     input: int
     deferred: int
-    forward: Callable[[str], Effect]  # by what is recomputed
+    forward: Callable[[str], Effect]  # by recomputation mode
     backward: Effect
     weight: Effect
     backward_and_weight: Effect
@@ -82,12 +82,12 @@ class StageActivations:
     kv_gradients: int = 0
 
     def kept(self, mode: str) -> int:
-        """Bytes from F on, with such recomputation."""
+        """Bytes held after F, with this recomputation mode."""
         return self.forward(mode).held
 
     @property
     def recompute(self) -> int:
-        """Workspace of F, or rows of a tensor beside it."""
+        """Workspace of RECOMPUTE: that of F, or the tensor whose rows are joined, if larger."""
         return max(self.joined, self.forward("none").peak - self.saved)
 
 
@@ -105,7 +105,7 @@ def layer_effects(model: ModelSpec, has_experts: bool, has_window: bool, piece: 
     totals = total(chain(*chain(*sublayers)))
     received = sum(each.bytes for each in chain(*sublayers[-1]) if each.what == memory.OUTPUT_GRADIENT)
     forward = sequence(
-        allocate(2 * stream),  # the branch that came in, and what attention adds
+        allocate(2 * stream),  # the incoming branch, and what attention adds
         *(sequence(allocate(part.saved), workspace(part.forward)) for part in chain(*parts)),
         allocate(-2 * stream),
     )
@@ -113,7 +113,7 @@ def layer_effects(model: ModelSpec, has_experts: bool, has_window: bool, piece: 
         [sequence(allocate(part.deferred - part.reused), workspace(part.backward)) for part in reversed(sublayer)]
         for sublayer in parts
     )
-    # The gradient of the stream between the sublayers: what W of the mixer reads, or apart from it.
+    # The gradient of the stream between the sublayers: the mixer's W may read it, otherwise it is separate.
     is_read = any(each.what == memory.OUTPUT_GRADIENT for each in chain(*sublayers[0])) and piece.keeps_operands
     gradient = allocate(0 if is_read else stream)
     freed = allocate(totals.reused - totals.saved - gradient.held)
@@ -194,7 +194,7 @@ def _backward_and_weight(blocks: Sequence[tuple[Effect, int, int]], piece: Piece
 
 
 def _custom_stage(model: ModelSpec, custom: CustomModel, layers: LayerRange, piece: Piece) -> StageActivations:
-    """The stage of a custom model's layers, which run on meta tensors to be counted."""
+    """The stage of a custom model; its layers run on meta tensors to be measured."""
     import torch
 
     from pentad.workers.custom.inspect import activation_bytes
@@ -220,14 +220,14 @@ def activations_of(plan: Plan, stage: int) -> StageActivations:
 
 
 class ActivationPeak(NamedTuple):
-    """Bytes on a rank's device, and offloaded to its host."""
+    """Bytes on a rank's device, and bytes offloaded to its host."""
 
     device: int
     host: int
 
 
 def activation_peaks(plan: Plan, rank: int) -> ActivationPeak:
-    """The peak of a rank of the mesh over all programs of a plan, which run one after another."""
+    """The peak of a rank of the mesh over all programs of a plan, of which one runs at a time."""
     peaks = [activation_peak(plan, program, rank) for program in plan.programs]
     return ActivationPeak(*map(max, zip(*peaks, strict=True)))
 
@@ -246,7 +246,7 @@ def activation_peak(plan: Plan, program: Program, rank: int) -> ActivationPeak:
 
 
 def bytes_over_stream(plan: Plan, program: Program, pp: int) -> tuple[Array, Array]:
-    """([rows] bytes that a pipeline rank holds after each instruction, [rows] and at most during it), in the order of
+    """([rows] bytes that a pipeline rank holds after each instruction, [rows] the most during it), in the order of
     `run_order`."""
     columns, (first, end) = program.columns, program.columns.rank_offsets[pp : pp + 2]
     places, mask = np.stack([*_places(program, pp)]), _HAS_EFFECT[columns.op[first:end]]
@@ -259,7 +259,7 @@ def bytes_over_stream(plan: Plan, program: Program, pp: int) -> tuple[Array, Arr
     each = zip(*(part.tolist() for part in np.unravel_index(kinds, shape)), strict=True)
     found = [_effect(plan, program, stages, cuts, _Place(*kind)) for kind in each]
     effects[:, mask] = np.array(found, np.int64).reshape(-1, 2).T[:, index]
-    if cuts:  # frees what the OFFLOADs that an instruction waits for have copied
+    if cuts:  # frees what was copied by the OFFLOADs that an instruction waits for
         waits = slice(*columns.wait_offsets[[first, end]])
         row, sizes = columns.wait_row[waits] - first, np.zeros(program.stages, np.int64)
         sizes[list(cuts)] = [each.taken for each in cuts.values()]
@@ -274,8 +274,8 @@ def bytes_over_stream(plan: Plan, program: Program, pp: int) -> tuple[Array, Arr
 
 def run_order(program: Program, pp: int, *, is_local: bool) -> Array:
     """The rows of a pipeline rank, counted from its first, in the order in which they take memory. The backward of an
-    overlapped pair starts first, and where layers need no communication (`is_local`) the forward follows its end;
-    elsewhere they alternate, which takes at most what the forward and then the backward take."""
+    overlapped pair starts first. If layers need no communication (`is_local`), the forward runs after it; otherwise the
+    two alternate, which takes at most as much as forward, then backward."""
     columns, (first, end) = program.columns, program.columns.rank_offsets[pp : pp + 2]
     order = np.arange(end - first)
     pairs = np.flatnonzero(columns.is_second[first:end]) if is_local else order[:0]
@@ -317,8 +317,8 @@ def _offloads(program: Program, pp: int) -> bool:
 def _effect(
     plan: Plan, program: Program, stages: dict[int, StageActivations], cuts: Mapping[int, Cut], at: _Place
 ) -> Effect:
-    """A result stays until it is sent, or until the next stage reads it if that is on the same rank. A RECOMPUTE of a
-    unit that saves all has none."""
+    """A result stays until it is sent, or until the next stage reads it if that is on the same rank. RECOMPUTE of a
+    unit that saves everything has no effect."""
     stage, mode = stages[at.stage], plan.recompute_mode(at.stage)
     previous, following = at.has_previous * stage.input, at.has_next * stage.input  # streams that stay on this rank
     input_in_slot = 0 if at.stage == 0 or at.has_previous else stage.input
@@ -344,6 +344,6 @@ def _effect(
             effect = Effect(held, effect.peak - incoming_in_slot)
             gradients = allocate(at.is_last_slice * stage.kv_gradients)
             freed = allocate(-at.is_first_slice * (stage.kv_cache + stage.kv_gradients))
-            # Where W reads what B received, the gradient that B returns is apart from it, and comes last.
+            # If W reads the gradient that B received, the gradient that B returns is a separate tensor, allocated last.
             last = previous if stage.incoming else 0
             return sequence(gradients, allocate(-following), allocate(previous - last), effect, allocate(last), freed)

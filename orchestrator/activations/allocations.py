@@ -1,4 +1,4 @@
-"""A piece of a rank's work (a slice of a microbatch), and the tensors that a stage allocates for it, as bytes."""
+"""A piece of a rank's work (a slice of a microbatch), and the tensors that a stage allocates for it, in bytes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 INDEX = 8  # bytes of an int64
 FP8_TILE = 128
 
-# The operation that a workspace exists in, or the ones that allocate and free a tensor.
+# The operation that a workspace lives in, or the operations that allocate and free a tensor.
 Life = Literal["F", "B", "W", "F-B", "F-W", "B-W"]
 
 
 def wide_bytes(dtype: str) -> int:
-    """Bytes of an element of statistics, sums, main gradients and optimizer state, with such a dtype of compute."""
+    """Bytes of an element of statistics, sums, main gradients and optimizer state with this compute dtype."""
     return max(BYTES[dtype], BYTES["float32"])
 
 
 class Piece(NamedTuple):
-    """`rows` sequences with `length` positions each on a cp rank, one of `slices` of a microbatch; `fp8` says which
-    products are in 8 bits (None: none), and `gpu` names the GPU ('': the assumed one). Of row-wise parts of layers the
-    share `recompute_fraction` is recomputed, and logits go in chunks of `logit_rows` (0: all are kept). `expert_slots`,
-    `zero_shards` and `kernels` are those of Plan."""
+    """`rows` sequences of `length` positions each on a cp rank, one of `slices` of a microbatch. `fp8` says which
+    products are in FP8 (None: none), and `gpu` names the GPU ('': the assumed one). `recompute_fraction` is the share
+    of rows that row-wise parts of layers recompute; logits are made in chunks of `logit_rows` (0: all are kept).
+    `expert_slots`, `zero_shards` and `kernels` are as in Plan."""
 
     rows: int
     length: int
@@ -60,22 +60,22 @@ class Piece(NamedTuple):
 
     @property
     def saved_rows(self) -> int:
-        """How many of this rank's rows are saved of row-wise parts that are recomputed."""
+        """How many of this rank's rows are saved in recomputed row-wise parts."""
         return saved_rows(self.sequence_parallel_tokens, self.recompute_fraction)
 
     @property
     def rest(self) -> Piece:
-        """The piece of the rows that are recomputed, as tp ranks exchange them."""
+        """The piece with only the rows that are recomputed, as tp ranks exchange them."""
         return self._replace(rows=1, length=self.tokens - self.saved_rows * self.mesh.tp)
 
     def saved_of(self, size: int, parts: Collection[str]) -> int:
-        """Of `size` bytes, or others in proportion to rows, that RECOMPUTE of these parts of a layer can make, those
-        that F saves nevertheless."""
+        """The part of `size` (bytes, or anything proportional to rows) that F saves although RECOMPUTE of these parts
+        of a layer can make it."""
         return size * self.saved_rows // self.sequence_parallel_tokens if is_row_wise(parts) else 0
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element in the dtype of compute."""
+        """Bytes of an element in the compute dtype."""
         return BYTES[self.dtype]
 
     @property
@@ -95,12 +95,12 @@ class Piece(NamedTuple):
         return self.tokens * hidden * self.itemsize
 
     def of_layer(self, layer: int, layers: int) -> Piece:
-        """The piece as it is in layer number `layer` of this many: with its own products in 8 bits, or none."""
+        """The piece in layer number `layer` of `layers`: without FP8 if its products are not in FP8."""
         return self if self.fp8 is None or self.fp8.covers(layer, layers) else self._replace(fp8=None)
 
     def of_network(self, has_experts: bool) -> Piece:
-        """The piece as it is in a feed-forward network: what feeds experts, as a router reads it too, is not cast by
-        its norm."""
+        """The piece in a feed-forward network. The input of experts is not cast by its norm, as the router reads it
+        too."""
         return self._replace(fp8=None) if has_experts else self
 
     @property
@@ -110,19 +110,19 @@ class Piece(NamedTuple):
 
     @property
     def norm_casts(self) -> bool:
-        """Whether a norm casts this rank's rows, which tp ranks then gather in 8 bits: they have to be whole tiles."""
+        """Whether a norm casts this rank's rows, which tp ranks then gather in FP8; these must be whole tiles."""
         is_cut = self.is_gathered and self.sequence_parallel_tokens % FP8_TILE != 0
         return self.fp8 is not None and self.fp8.scaling != "row" and not is_cut
 
     def cast(self, width: int) -> int:
-        """Bytes of an operand of W [width, T] in 8 bits and its scales; 0 without."""
+        """Bytes of an operand of W [width, T] in FP8 with its scales; 0 without FP8."""
         if self.fp8 is None:
             return 0
         scales = {"tensor": 1, "row": width, "block": width * self.tokens // FP8_TILE}[self.fp8.scaling]
         return self.tokens * width + scales * BYTES["float32"]
 
     def operand(self, width: int) -> int:
-        """Bytes of what W reads of a tensor [T, width]."""
+        """Bytes that W reads of a tensor [T, width]."""
         return self.cast(width) or self.tokens * width * self.itemsize
 
     @property
@@ -131,12 +131,12 @@ class Piece(NamedTuple):
 
     @property
     def of_shared_experts(self) -> Piece:
-        """The piece as it is in the products of shared experts."""
+        """The piece in the products of shared experts."""
         return self if self.fp8 is None or self.fp8.shared_experts else self._replace(fp8=None)
 
     @property
     def of_head(self) -> Piece:
-        """The piece as it is in the products of the output head."""
+        """The piece in the products of the output head."""
         return self if self.fp8 is None or self.fp8.head else self._replace(fp8=None)
 
     def expert_rows(self, rows: int, width: int) -> int:
@@ -144,14 +144,14 @@ class Piece(NamedTuple):
         return sum(self.expert_tensors(rows, width))
 
     def expert_tensors(self, rows: int, width: int) -> tuple[int, ...]:
-        """Bytes of their tensors: in 8 bits there is a scale for each 128 values."""
+        """Bytes of the tensors of these rows: in FP8 values, and a scale for every 128 of them."""
         if self.casts_experts:
             return rows * width, rows * width // FP8_TILE * BYTES["float32"]
         return (rows * width * self.itemsize,)
 
     @property
     def logit_chunks(self) -> Counter[int]:
-        """The chunks in which logits are made, by their rows, as many of every tp rank; none where logits are kept."""
+        """The chunks of logits by number of rows, as many from every tp rank; empty if logits are kept."""
         if not self.logit_rows:
             return Counter()
         tp, own = self.mesh.tp, self.tokens // self.mesh.tp
@@ -159,13 +159,13 @@ class Piece(NamedTuple):
         return Counter({tp * step: own // step}) + Counter([tp * (own % step)] if own % step else [])
 
     def copy(self, hidden: int) -> int:
-        """Bytes of a gathered stream, 0 without other tp ranks."""
+        """Bytes of a gathered stream; 0 without tp."""
         return self.is_gathered * self.full_stream(hidden)
 
 
 class Allocation(NamedTuple):
-    """A tensor, or several of the sizes `tensors`. F does not save it where any of these `parts` of a layer
-    (schedules/passes/recompute.py) is recomputed. OFFLOAD leaves those without `offload`."""
+    """A tensor, or several with the sizes `tensors`. F does not save it if one of these `parts` of a layer
+    (schedules/passes/recompute.py) is recomputed. OFFLOAD leaves it if `offload` is false."""
 
     what: str
     life: Life
@@ -176,9 +176,10 @@ class Allocation(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums of allocations: from F to B or W (`saved`, of which some recomputable, not offloadable, or `reused` by W),
-    from B or F to W (`deferred`), and the largest workspace of F, B and W. `recomputable` is by the parts of a layer
-    any of which makes it, and `largest_rows` the largest of what row-wise ones make."""
+    """Sums of allocations: held from F to B or W (`saved`, part of which may be recomputable, not offloadable, or
+    `reused` by W), held from B or F to W (`deferred`), and the largest workspace of F, B and W. `recomputable` is keyed
+    by the parts of a layer, any of which makes it; `largest_rows` is the largest allocation that row-wise parts make.
+    """
 
     saved: int
     recomputable: dict[tuple[str, ...], int]
@@ -191,7 +192,7 @@ class Totals(NamedTuple):
     weight: int
 
     def recomputed(self, mode: str, piece: Piece) -> int:
-        """Bytes that F does not save with such recomputation, other than full."""
+        """Bytes that F does not save in this recomputation mode, which is not 'full'."""
         parts = recomputed_parts(mode)
         found = ((each, size) for each, size in self.recomputable.items() if not parts.isdisjoint(each))
         return sum(size - piece.saved_of(size, each) for each, size in found)
@@ -230,7 +231,7 @@ def piece_of(plan: Plan) -> Piece:
 
 
 class LayerTraits(NamedTuple):
-    """What the sizes of a layer depend on; `is_covered` by a piece's products in 8 bits, if it has them."""
+    """What the sizes of a layer depend on. `is_covered`: its products are in FP8 if the piece's are."""
 
     has_experts: bool
     has_window: bool
@@ -238,7 +239,7 @@ class LayerTraits(NamedTuple):
 
 
 def traits_of(model: ModelSpec, held: LayerRange, piece: Piece) -> tuple[LayerTraits, ...]:
-    """By layer."""
+    """The traits of each layer."""
     return tuple(
         LayerTraits(
             number >= model.dense_layers, model.window(number) > 0, piece.of_layer(number, model.layers) is piece

@@ -11,14 +11,14 @@ from pentad.schedules.simulate.rates import KernelChoice, KernelTimes
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 
-Shape = tuple[str, tuple[int, ...]]  # op and sizes, as KernelTimes has them
-CUDNN_HEAD_DIM = 128  # at most, of queries and of values, but for those of MLA
+Shape = tuple[str, tuple[int, ...]]  # op and sizes, as in KernelTimes
+CUDNN_HEAD_DIM = 128  # at most, of queries and of values, except with MLA
 CUDNN_MLA = 192, 128
 
 
 def kernel_shapes(model: ModelSpec, piece: Piece) -> list[Shape]:
-    """The calls of which implementations can be measured: attention to whole sequences, and products of experts to whom
-    tokens are routed evenly, in the dtype of compute. Ring attention, slices and windows have others."""
+    """The calls whose implementations can be measured: attention over full sequences, and products of experts with even
+    routing, in the compute dtype. Ring attention, slices and windows have other calls."""
     if piece.device != "cuda" or piece.dtype != "bfloat16" or model.custom is not None:
         return []
     return [*_attention(model, piece), *_experts(model, piece)]
@@ -46,8 +46,8 @@ def _experts(model: ModelSpec, piece: Piece) -> Iterator[Shape]:
 
 
 def chosen_kernels(plan: Plan, times: Iterable[KernelTimes]) -> KernelChoice:
-    """Of the plan's name, with the fastest ones of its calls that were measured. Raises PentadError for kernels that
-    the ranks do not have."""
+    """The plan's kernels, with the fastest implementation of each of its calls that was measured. Raises PentadError
+    for kernels that the ranks do not have."""
     name = plan.kernels.name
     if problem := _impossible(plan):
         others = "auto or torch" if plan.device == "cpu" or plan.dtype == "float64" else "auto or triton"

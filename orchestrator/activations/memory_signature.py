@@ -1,4 +1,4 @@
-"""Which ranks of a pipeline need the same memory, since they run the same instructions on units of the same sizes."""
+"""Which pipeline ranks need the same memory because they run the same instructions on units of the same sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pentad.schedules.spec.plan import Plan
 
 
 def signature_of(plan: Plan, pp: int) -> Hashable:
-    """What the memory of a pipeline rank depends on, without Muon, whose matrices differ by rank."""
+    """What the memory of a pipeline rank depends on, except for Muon, whose matrices differ by rank."""
     units, piece = plan.program.placement[pp], piece_of(plan)
     return (*(_unit(plan, unit, piece) for unit in units), *(each for of in plan.programs for each in _rows(of, pp)))
 

@@ -22,18 +22,18 @@ PADDING = 1 / 256  # of statistics of GPU kernels
 
 
 def cuts_of(plan: Plan, units: Sequence[int] | None = None) -> tuple[Cut, ...]:
-    """What OFFLOAD takes of one piece on each unit, or on each of these."""
+    """What OFFLOAD takes of one piece, for each unit or for each of `units`."""
     given = plan.model, plan.layers, plan.program.stage_of, piece_of(plan), plan.recompute, plan.offload
     return cuts(*given, units)
 
 
 def slots_of(plan: Plan, units: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
-    """Bytes of one piece of each unit, or of each of these, on the host, and of what stays of the tensor that is cut
-    (see Plan).
+    """Bytes on the host for one piece, and bytes that stay on the device of the tensor that is cut (see Plan); for each
+    unit or for each of `units`.
 
-    GPU kernels may pad statistics. Far less is known of a custom model, whose kernels may save other ones on a GPU than
-    on a CPU, and of the rows of experts that exchange tokens. Where data-aware groups would cut another tensor, of
-    which more stays, all of it does.
+    GPU kernels may pad statistics. Less is known of a custom model, whose kernels may save other tensors on a GPU than
+    on a CPU, and of the rows of experts that exchange tokens. With data-aware groups the cut may fall on another
+    tensor, of which more would stay than there is room for; that tensor then stays whole in its own memory.
     """
     found, is_custom = cuts_of(plan, units), plan.model.custom is not None and plan.device == "cuda"
     fractions = plan.offload or (1.0,) * len(plan.layers)
@@ -54,7 +54,7 @@ def slots_of(plan: Plan, units: Sequence[int] | None = None) -> tuple[tuple[int,
 
 
 def with_slots(plan: Plan) -> Plan:
-    """The plan with what ranks need to offload."""
+    """The plan with the slots that ranks need to offload."""
     offloads = any((program.columns.op == CODE[Op.OFFLOAD]).any() for program in plan.trained_programs)
     return replace(plan, offload_slots=slots_of(plan)) if offloads else plan
 
@@ -68,8 +68,8 @@ def cuts(
     fractions: Sequence[float],
     units: Sequence[int] | None = None,
 ) -> tuple[Cut, ...]:
-    """`cuts_of` a plan with these layers; without `fractions` of all their bytes. `modes` are those of
-    recomputation."""
+    """`cuts_of` a plan with these layers; without `fractions`, everything offloadable is taken. `modes` are the
+    recomputation modes."""
     found = []
     for unit in range(len(layers)) if units is None else units:
         is_sent = unit > 0 and stage_of[unit - 1] != stage_of[unit]
@@ -79,8 +79,8 @@ def cuts(
 
 
 def offloadable(model: ModelSpec, held: LayerRange, piece: Piece, mode: str, *, is_sent: bool) -> tuple[int, ...]:
-    """Bytes of the tensors between F and B that can leave the device, with such recomputation. What another stage has
-    sent (`is_sent`) cannot: it may lie in a receive slot."""
+    """Bytes of the tensors held between F and B that can leave the device, in this recomputation mode. The input that
+    another stage sent (`is_sent`) cannot, as it may lie in a receive slot."""
     if mode == "full" and model.custom is None:
         return () if is_sent or held.has_embedding else (piece.stream(model.hidden),)
     if model.custom is not None:
@@ -102,7 +102,7 @@ def _offloadable(
 
 @lru_cache(maxsize=4096)
 def row_bytes(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> int:
-    """The bytes of what layers save without recomputation that RECOMPUTE makes row by row."""
+    """Bytes that layers save without recomputation and that RECOMPUTE makes row by row."""
     parts, found = recomputed_parts(mode), 0
     for number in held.numbers:
         has_window, own = model.window(number) > 0, piece.of_layer(number, model.layers)

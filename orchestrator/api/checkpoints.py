@@ -36,11 +36,11 @@ def load_checkpoint(source: Source, form: Literal["transformers"], *, dtype: Dty
 def load_checkpoint(
     source: Source, form: Literal["pentad", "hf", "transformers"] = "pentad", *, dtype: Dtype = "float32"
 ) -> dict[str, torch.Tensor] | Any:
-    """The weights of a checkpoint, of whatever mesh, on the CPU.
+    """The weights of a checkpoint, saved on any mesh, on the CPU.
 
     `source` is a checkpoint's folder, or a run or an import, whose newest checkpoint is taken. `form` is 'pentad' for
-    tensors by pentad's names, 'hf' for tensors by those of Hugging Face files, without a tied head, and 'transformers'
-    for a model of that library with its config.
+    tensors by pentad's names, 'hf' for tensors by the names of Hugging Face files, without a tied head, or
+    'transformers' for a model of that library with its config.
 
     Raises PentadError if there is no intact checkpoint, for a custom model, and for a family that the form cannot
     express.

@@ -14,7 +14,7 @@ _WIDTH = 120
 
 
 def commented_yaml(values: Mapping[str, Mapping[str, Any]]) -> str:
-    """Sections of keys with a line each; a comment that has no room beside its key stands above it."""
+    """Sections with a line for each key; a comment goes above its key if it does not fit beside it."""
     return "\n\n".join("\n".join(_section(name, section, "")) for name, section in values.items()) + "\n"
 
 
@@ -47,5 +47,5 @@ def _comment(text: str, indent: str) -> list[str]:
         _WIDTH,
         initial_indent=prefix,
         subsequent_indent=prefix,
-        break_on_hyphens=False,  # in names of files
+        break_on_hyphens=False,  # as in file names
     )

@@ -1,4 +1,4 @@
-"""`pentad timeline` and `Run.compare`: a run's measured step beside the same step simulated at its measured costs."""
+"""`pentad timeline` and `Run.compare`: a run's measured step beside a simulation of it at its measured costs."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from pentad.schedules.simulate.timeline import Timeline
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """All measured steps of a run, or evaluations after this many steps, beside the same simulated, of which `step` is
-    shown, two rows per rank. `folder` is the run's."""
+    """All measured steps of a run, or evaluations, each beside its simulation. `step`, or the evaluation after that
+    many steps, is displayed, two rows per rank. `folder` is the run's."""
 
     folder: Path
     run: DrawnRun
@@ -70,7 +70,7 @@ class Comparison:
 
     @cached_property
     def planned(self) -> SavedPlan:
-        """The plan, with messages inside layers and memory, is compiled again once something is drawn with it."""
+        """The plan, for messages inside layers and memory; compiled again when something is drawn with it."""
         return saved_plan(self.folder, self.run.program)
 
     def html(self) -> str:
@@ -113,8 +113,8 @@ class Comparison:
 
 
 def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) -> Comparison:
-    """Compares the last run in `folder`, by its last measured step if none is given; or by the last round of an
-    `evaluation` after this many steps. Raises PentadError if it has not measured that one."""
+    """Compares a measured step of the last run in `folder`, the last one by default; or the last round of an
+    `evaluation` after this many steps. Raises PentadError if it was not measured."""
     measured = measured_timeline(folder, evaluation=evaluation)
     program = Program.load(folder / (EVAL_PROGRAM if evaluation else PROGRAM))
     run = DrawnRun.of_config(saved_config(folder), program)
@@ -144,12 +144,12 @@ def _check_ranges(timeline: Timeline, run: DrawnRun, path: Path) -> None:
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
-    """Makespan and longest in seconds, and the bubble by both."""
+    """Makespan and longest in seconds, and the bubble of each."""
     return {"makespan": timeline.makespan, "longest": timeline.longest, "bubble": asdict(timeline.bubble())}
 
 
 def measured_timeline(folder: Path, *, evaluation: bool = False) -> Timeline:
-    """The timeline of the last steps of a run, or of its last evaluations. Raises PentadError if it has none."""
+    """The timeline of a run's last steps, or of its last evaluations. Raises PentadError if it has none."""
     name, what = (EVAL_TIMELINE, "an evaluation") if evaluation else (TIMELINE, "a step")
     if not (folder / name).is_file():
         expected = f"a run that measured {what} (metrics.timeline_steps) and has ended"

@@ -1,4 +1,4 @@
-"""What the functions take as a configuration, and the quickstart fitted to this machine."""
+"""What the API's functions accept as a configuration, and the quickstart fitted to this machine."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def load_config(config: Config = None, **sections: Any) -> RunConfig:
 def config_to_train(
     config: Config = None, overrides: Iterable[str] = (), sections: Mapping[str, Any] = NO_SECTIONS
 ) -> tuple[RunConfig, str]:
-    """`load_config` with `section.key=value` overrides, but the quickstart has a pipeline no longer than this machine
-    has GPUs, or without GPUs no longer than it has CPU cores, two at least; and a note that says so.
+    """`load_config` with `section.key=value` overrides. The quickstart gets a pipeline no longer than the number of
+    GPUs here, or, without GPUs, of CPU cores (at least 2); the second result is a note that says so.
 
-    Any other configuration, and one whose mesh or cluster is given, is left as it is."""
+    Any other configuration is left as it is, and so is the quickstart with a given mesh or cluster.
+    """
     overrides, note = list(overrides), ""
     is_given = not {"mesh", "cluster"}.isdisjoint([*sections, *(each.partition(".")[0] for each in overrides)])
     gpus, cores, ranks = hardware.local_gpus(), hardware.local_cores(), load(None).mesh.pp

@@ -1,4 +1,4 @@
-"""`pentad curves` and `Run.curves`: the losses of a run by step, in training and on held-out data."""
+"""`pentad curves` and `Run.curves`: a run's losses by step, in training and on held-out data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Curves:
     changes: tuple[int, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """All points, in nats per target token: of training the means over the steps from `first` to before `end`."""
+        """All points, in nats per target token; those of training are means over steps `first` to `end` - 1."""
         found = [
             {
                 "name": curve.name,
@@ -88,7 +88,7 @@ def curves_of(folder: Path) -> Curves:
 
 
 def _corpora(data: DataSection) -> dict[str, str]:
-    """The name of each corpus that is trained on, by that of what is held out of it."""
+    """The name of each training corpus, by the name of the data set held out of it."""
     if data.path is not None:
         return {HOLDOUT: data.path.removeprefix("builtin:").rstrip("/").rpartition("/")[2]}
     return {f"{HOLDOUT}-{source.name}": source.name for source in data.spec.sources}
@@ -103,7 +103,7 @@ def _held_out(rows: Sequence[_Row], corpora: Mapping[str, str]) -> dict[str, tup
 
 
 def _training(rows: Sequence[_Row], names: Sequence[str], changes: Collection[int]) -> dict[str, tuple[Window, ...]]:
-    """Windows by corpus, the same for all: of equally many steps, but cut where the mixture changes."""
+    """Windows by corpus, the same for all: of equal numbers of steps, but cut where the mixture changes."""
     length = max(1, -(-len(rows) // _WINDOWS))
     starts = [index for index, row in enumerate(rows) if row["step"] in changes]
     bounds = [0, *starts, len(rows)]
@@ -112,7 +112,7 @@ def _training(rows: Sequence[_Row], names: Sequence[str], changes: Collection[in
 
 
 def _window(rows: Sequence[_Row], name: str, first: str) -> Window:
-    """Rows without `sources` are of the first corpus alone."""
+    """Rows without `sources` belong to the first corpus alone."""
     found = [row.get("sources", {first: row}).get(name, {"loss": None, "target_tokens": 0}) for row in rows]
     counted = [each for each in found if each["loss"] is not None]
     tokens = sum(each["target_tokens"] for each in counted)

@@ -23,11 +23,11 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """The loss of a checkpoint on each data set, as `pentad eval` prints it: rows with the keys of eval.jsonl.
 
-    `source` is a checkpoint's folder, or a run or an import, whose newest checkpoint is taken. `data` are corpora, PATH
-    or NAME=PATH (none: those of the run), `sequences` the number of their sequences (None: as in the run). Keywords are
-    sections merged into the run's configuration, such as `mesh={"pp": 1}`. Changes no file.
+    `source` is a checkpoint's folder, or a run or an import, whose newest checkpoint is taken. `data` are corpora, as
+    PATH or NAME=PATH (none: those of the run), and `sequences` is how many of their sequences to read (None: as in the
+    run). Keywords are sections merged into the run's configuration, such as `mesh={"pp": 1}`. Changes no file.
 
-    Raises PentadError for a mistake, and when this process is connected to a Ray cluster already.
+    Raises PentadError for a mistake, and if this process is already connected to a Ray cluster.
     """
     from pentad.orchestrator.run.evaluate import eval_config
     from pentad.orchestrator.run.evaluate import evaluate as run

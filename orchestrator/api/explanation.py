@@ -1,4 +1,4 @@
-"""`pentad timeline --explain` and `Run.explain`: what a measured step's time went into, and what would shorten it."""
+"""`pentad timeline --explain` and `Run.explain`: where a measured step's time went, and what would shorten it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from pentad.schedules.simulate.read_costs import read_costs
 
 MOST_CAUSES = 5
 MOST_COLUMNS = 8  # ranks that get a column each
-LEAST_SHARE = 0.001  # of the step, for a cause to be worth a line
+LEAST_SHARE = 0.001  # of the step; causes below it get no line
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """`ranks` have the parts of the step of each rank, which add up to its time; `remedies` are the causes that cost
-    most, with what would remove each. A replay of the step as it was takes `replayed` seconds."""
+    """`ranks` have the parts of each rank's step, which add up to its time; `remedies` are the most expensive causes,
+    with what would remove each. A replay of the unchanged step takes `replayed` seconds."""
 
     run: str
     program: str
@@ -82,7 +82,7 @@ class Explanation:
         yield fitted_table(heads, rows, width, drop=("share",), wrapped=heads[2:])
 
     def _parts_table(self, width: int) -> Table:
-        """With a column for each rank, or where these do not fit with the rank that has most of a part."""
+        """With a column for each rank; if these do not fit, with the rank that has most of each part."""
         if len(self.ranks) <= MOST_COLUMNS:
             table = self._table_of_parts(width, by_rank=True)
             if len(table.columns) >= 2 + len(self.ranks):
@@ -109,8 +109,7 @@ class Explanation:
 
 
 def explain(folder: Path, step: int | None = None) -> Explanation:
-    """Explains a measured step, the last one if none is given. Raises PentadError if the run has not measured that
-    one."""
+    """Explains a measured step, the last one by default. Raises PentadError if the run has not measured it."""
     found = compare(folder, step)
     config, mesh, program = saved_config(folder), found.run.mesh, found.run.program
     row = next((row for row in read_lines(folder / METRICS) if row.get("step") == found.step), {})
@@ -137,7 +136,7 @@ def explain(folder: Path, step: int | None = None) -> Explanation:
 
 
 def _measured(folder: Path, found: Comparison, row: dict[str, Any]) -> Measured:
-    """Each rank began when it had ended the step before; after a pause, as the row says, when the run went on."""
+    """A rank's step begins when its previous step ended; after a pause, when the run went on, as `row` says."""
     path, mesh = folder / RANK_TIMES, found.run.mesh
     times = [each for each in load(path) if each.step == found.step] if path.is_file() else []
     began = dict[int, float]()

@@ -1,4 +1,4 @@
-"""What an export needs beside a checkpoint: its model, and the files that go along with the weights."""
+"""What an export needs besides a checkpoint: its model, and the files that go along with the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pentad.workers.hf.names import MODEL_FILE
 
 
 def export_request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> ExportRequest:
-    """Completes the manifest from the run's config.yaml or an import's model.yaml, two folders up."""
+    """Completes the manifest from the run's config.yaml or an import's model.yaml, two folders above the checkpoint."""
     home = home_of(checkpoint.folder)
     path = next((home / name for name in (CONFIG, MODEL_FILE) if (home / name).is_file()), None)
     config = load_yaml(path.read_text(encoding="utf-8"), str(path)) if path else {}

@@ -56,12 +56,13 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, repr=False)
 class PlannedRun:
-    """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, what its
-    evaluations cost (None: there are none) beside this many training steps, what is wrong with the data, '' if nothing
-    is, what to change if it does not fit, what is recomputed for nothing, what the planner chose in place of `auto`, as
-    overrides; how evenly documents divide over ranks (None: attention crosses documents, or the data are not
-    prepared); why data.capacity_factor: auto is no larger (None: it is given, or nothing fits); and what 5 to 95 % of
-    steps take (None: none were drawn)."""
+    """What would run: the plan, guessed costs of its instructions in seconds, whether it fits into memory, and what its
+    evaluations cost (None: there are none) beside this many training steps. `data_error` says what is wrong with the
+    data ('' if nothing is), `remedy` what to change if the plan does not fit, `note` what gains nothing or was not
+    checked, and `chosen` what the planner chose for `auto`, as overrides. `balance` is how evenly documents divide over
+    ranks (None: attention crosses documents, or the data are not prepared), `capacity` why data.capacity_factor: auto
+    is no larger (None: it is given, or nothing fits), and `band` how long 5 to 95 % of steps take (None: none were
+    drawn)."""
 
     plan: Plan
     costs: Costs
@@ -78,7 +79,7 @@ class PlannedRun:
 
     @property
     def ok(self) -> bool:
-        """Whether it fits and the data can be read here."""
+        """Whether the plan fits and the data can be read here."""
         return self.fit.ok and not self.data_error
 
     @cached_property
@@ -92,7 +93,7 @@ class PlannedRun:
 
     @property
     def rates(self) -> str:
-        """Where the rates that costs were guessed from come from."""
+        """The source of the rates that costs were guessed from."""
         return "" if self.plan.rates is None else self.plan.rates.source
 
     @property
@@ -101,7 +102,7 @@ class PlannedRun:
 
     @property
     def mfu(self) -> float | None:
-        """The share of the GPUs' peak FLOP/s, None on CPUs."""
+        """The fraction of the GPUs' peak FLOP/s; None on CPUs."""
         return mfu(self.tokens_per_second, self.plan, self.plan.gpu) if self.plan.device == "cuda" else None
 
     @property
@@ -110,7 +111,7 @@ class PlannedRun:
         return None if self.evaluation is None else self.evaluation.share(self.training_steps * self.step_seconds)
 
     def memory_page(self) -> str:
-        """HTML: what every pipeline rank holds over a simulated step, by kind and by unit."""
+        """HTML of what every pipeline rank holds during a simulated step, by kind and by unit."""
         plan, fit = self.plan, self.fit
         fullest = f"{fit.rank} ({plan.mesh.coordinates(fit.rank)})"
         facts = {
@@ -244,9 +245,10 @@ def plan(
 ) -> PlannedRun:
     """What `pentad.train` would run, from guessed costs; starts and writes nothing, and needs neither torch nor Ray.
 
-    `config` and `sections` are those of `train`. `device` is that of the ranks (None: as found here), `device_gib` its
-    memory (None: that of cluster.gpu, else as here, else an H200's). `draws` steps with deviations are simulated as
-    well, 0 or at least 2. Raises PentadError for a mistake in the configuration.
+    `config` and `sections` are as in `train`. `device` is the kind of device that ranks have (None: as found here),
+    `device_gib` its memory (None: that of cluster.gpu, else of the GPU here, else of an H200). `draws` is how many
+    steps with random deviations to simulate as well, 0 or at least 2. Raises PentadError for a mistake in the
+    configuration.
     """
     if draws < 0 or draws == 1:
         raise PentadError(f"draws is {draws}: expected 0 or at least 2")
@@ -262,7 +264,7 @@ def planned(
     pools: Sequence[int] = (),
     draws: int = 0,
 ) -> PlannedRun:
-    """`plan` of a configuration. With the balance of `pools` of other numbers of dp x ep x cp ranks."""
+    """As `plan`, for a loaded configuration; also balances `pools` of other numbers of dp x ep x cp ranks."""
     place = device or local_device(config.cluster, config.mesh.size)[0]
     if place == "cuda":
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
@@ -295,7 +297,8 @@ def planned(
 
 
 def _balance(plan: Plan, steps: int, pools: Sequence[int]) -> DataBalance | None:
-    """The balance of the first steps with a full batch size; without a document mask all sequences cost the same."""
+    """The balance of the first steps with a full batch; None without a document mask, as all sequences then cost the
+    same."""
     if not plan.data.document_mask or plan.batch.rampup:
         return None
     dataset = open_prepared(plan.data, plan.batch, plan.model.vocab, plan.seed)
@@ -303,8 +306,8 @@ def _balance(plan: Plan, steps: int, pools: Sequence[int]) -> DataBalance | None
 
 
 def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:
-    """How many sequences of each data set an evaluation reads (None: unknown), and what `train` would say of the
-    corpora, '' if they could be read."""
+    """How many sequences of each data set an evaluation reads (None: unknown), and the error that `train` would report
+    about the corpora, '' if there is none."""
     sizes, found = (config.model.vocab, config.batch.sequence_length), list[int | None]()
     try:
         check_corpora(each.path for each in config.data.spec.sources)

@@ -1,4 +1,4 @@
-"""Results as the command line prints them: their `repr`."""
+"""Results as the command line prints them, used as their `repr`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WIDTH = 100  # characters
 
 
 def as_text(renderable: RenderableType) -> str:
-    """What a console without colours shows."""
+    """The text that a console without colours shows."""
     console = Console(file=StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
     with console.capture() as capture:
         console.print(renderable, crop=False)
@@ -18,6 +18,7 @@ def as_text(renderable: RenderableType) -> str:
 
 
 def log_console(*, quiet: bool) -> Console:
-    """A notebook gets the lines of a log: a live table would need a terminal, and each print would be a cell output."""
+    """In a notebook the console prints log lines: a live table would need a terminal, and each print would be a cell
+    output."""
     console = Console(quiet=quiet)
     return Console(quiet=quiet, force_jupyter=False, force_terminal=False) if console.is_jupyter else console

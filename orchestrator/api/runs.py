@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run, live or not, by its folder or its name under runs/. Everything is read when it is asked for.
+    """A run, live or not, by its folder or by its name under runs/. Everything is read on demand.
 
     Raises PentadError if there is no such run.
     """
@@ -44,13 +44,13 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """As of the last start."""
+        """The configuration of the last start."""
         return saved_config(self.folder)
 
     @checks_types
     def status(self, timeout_seconds: float = 5.0) -> dict[str, Any]:
-        """What `pentad status --json` prints: state, step (the number of steps done), loss, mesh and so on; of a live
-        run also what its ranks do. Raises PentadError if a live run does not answer in this time."""
+        """What `pentad status --json` prints: state, step (the number of completed steps), loss, mesh and so on; for a
+        live run also what its ranks do. Raises PentadError if a live run does not answer in time."""
         from pentad.orchestrator.control.control_client import NotLive, connect
 
         try:
@@ -60,8 +60,8 @@ class Run:
             return error.last
 
     def metrics(self) -> pa.Table:
-        """A row a step, with the columns of metrics.jsonl (docs/observability.md). `.to_pandas()` makes a data frame of
-        it, if pandas is installed."""
+        """A row for each step, with the columns of metrics.jsonl (docs/observability.md). `.to_pandas()` turns it into
+        a data frame, if pandas is installed."""
         return _table(read_lines(self.folder / runfolder.METRICS), runfolder.METRIC_KEYS)
 
     def evaluations(self) -> pa.Table:
@@ -73,7 +73,7 @@ class Run:
         return read_lines(self.folder / runfolder.JOURNAL)
 
     def program(self) -> Program:
-        """The instructions of each pipeline rank, of the last plan."""
+        """The instructions of each pipeline rank in the last plan."""
         from pentad.schedules.ir.program import Program
 
         return Program.load(self.folder / runfolder.PROGRAM)
@@ -81,7 +81,7 @@ class Run:
     @checks_types
     def timeline(self, *, evaluation: bool = False) -> Timeline:
         """When every instruction of the last steps ran, or of the last round of each of the last evaluations;
-        `.to_arrow()` makes a table of it. Raises PentadError if the run has measured none or has not ended."""
+        `.to_arrow()` turns it into a table. Raises PentadError if the run has measured none or has not ended."""
         from pentad.orchestrator.api.comparison import measured_timeline
 
         return measured_timeline(self.folder, evaluation=evaluation)
@@ -96,8 +96,8 @@ class Run:
 
     @checks_types
     def explain(self, step: int | None = None) -> Explanation:
-        """What a measured step's time (None: the last) went into, by rank, and what would shorten it, as
-        `pentad timeline --explain` shows it."""
+        """Where the time of a measured step (None: the last) went, by rank, and what would shorten it, as `pentad
+        timeline --explain` shows it."""
         from pentad.orchestrator.api.explanation import explain
 
         return explain(self.folder, step)
@@ -122,7 +122,7 @@ class Run:
 
 
 def _table(rows: list[dict[str, Any]], keys: Iterable[str]) -> pa.Table:
-    """With a column for each of `keys` and each further key of a row; null where a row lacks it."""
+    """A table with a column for each of `keys` and for every other key of a row; null where a row lacks it."""
     import pyarrow as pa
 
     names = dict.fromkeys([*keys, *(name for row in rows for name in row)])

@@ -30,12 +30,12 @@ from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 
-MOST_CELLS = 200  # widest grid that is shown unasked
+MOST_CELLS = 200  # the widest grid that is shown by default
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """A proven program and the costs it is simulated at; `chosen` says how `auto` came to it."""
+    """A proven program and the costs it is simulated at. `chosen` explains the choice of `auto`."""
 
     program: Program
     costs: Costs
@@ -43,7 +43,7 @@ class Schedule:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Simulated when it is first drawn: a large program has hundreds of thousands of spans."""
+        """Simulated on first use: a large program has hundreds of thousands of spans."""
         return simulate(self.program, self.costs)
 
     @cached_property
@@ -57,7 +57,7 @@ class Schedule:
 
     @property
     def longest(self) -> float:
-        """From the first start on a rank to its last end, for the rank where that is longest."""
+        """From the first start to the last end on the rank where that is longest."""
         return self._facts["longest"]
 
     @property
@@ -87,7 +87,7 @@ class Schedule:
         return summary(self.program, self.costs, with_streams=True) if with_streams else dict(self._facts)
 
     def bounds(self) -> dict[str, Any]:
-        """The critical path's shares by op and by rank, and the step under changed costs."""
+        """The shares of the critical path by op and by rank, and the step under changed costs."""
         path = critical_path(self.program, self.costs)
         seconds, found = path[-1].end - path[0].start, breakdown(path)
         by_op = {str(op): part / seconds for op, part in found.by_op.items()}
@@ -114,7 +114,7 @@ class Schedule:
         return torch_csv(self.program)
 
     def lines(self) -> dict[str, str]:
-        """What the command line says of it, by the head of the line."""
+        """What the command line prints about it: text by heading."""
         peaks = ", ".join(f"{peak:g}" for peak in self.peak_activations)
         bubble = self.bubble
         return {
@@ -197,7 +197,7 @@ def schedule(
         post_validation=post_validation,
         options=options,
         memory_options=memory_options,
-        order=order if chosen else None,  # others may depend on the costs, which depend on the order's placement
+        order=order if chosen else None,  # other orders may depend on the costs, which depend on the order's placement
     )
     return Schedule(program, found, chosen)
 

@@ -30,7 +30,7 @@ ALWAYS_WRITTEN = (
 )
 BATCH_TOKENS = 2**20
 LENGTH = 4096
-# Peak learning rates by most parameters: the quickstart's, and those of LLaMA (arXiv 2302.13971, table 2).
+# Peak learning rates up to a number of parameters: the quickstart's, and those of LLaMA (arXiv 2302.13971, table 2).
 LEARNING_RATES = ((2e8, 3e-3), (15e9, 3e-4), (float("inf"), 1.5e-4))
 
 
@@ -46,11 +46,11 @@ class StartingConfig:
 def starting_config(
     model: str, gpus: int, device: DeviceMemory, *, data: str, length: int | None, sequences: int | None
 ) -> StartingConfig:
-    """A configuration for a model by one of MODEL_SIZES or the folder of a Hugging Face model, and the fastest mesh
-    that fits.
+    """A configuration for a model, given as one of MODEL_SIZES or as the folder of a Hugging Face model, on the fastest
+    mesh that fits.
 
-    `length` is that of sequences (None: 4096, or the model's longest), `sequences` are those of a step (None: of about
-    a million tokens). Raises PentadError for an unknown model, and if no mesh fits.
+    `length` is that of sequences (None: 4096, or the model's longest), `sequences` the number in a step (None: about a
+    million tokens). Raises PentadError for an unknown model, and if no mesh fits.
     """
     section, longest = _model(model)
     length = length or min(LENGTH, longest)
@@ -83,7 +83,7 @@ def starting_config(
 
 
 def _model(model: str) -> tuple[dict[str, Any], int]:
-    """The model section and the longest sequence."""
+    """The model section, and the model's longest sequence."""
     if model in MODEL_SIZES:
         return dict(MODEL_SIZES[model]), LENGTH
     if not Path(model).is_dir():
@@ -110,7 +110,7 @@ def _fastest(config: RunConfig, gpus: int, device: DeviceMemory) -> Planned:
 
 
 def _run_name(model: str) -> str:
-    """The model's name as a run's: letters, digits, '_', '.' and '-'."""
+    """The model's name turned into a valid name of a run: letters, digits, '_', '.' and '-'."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(model).absolute().name).lstrip(".-")
     return name[:100] or "run"
 

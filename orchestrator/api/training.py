@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 @checks_types
 def train(config: Config = None, *, on_step: OnStep | None = None, quiet: bool = False, **sections: Any) -> Run:
-    """Runs the steps that a run still lacks, and returns it.
+    """Runs the steps that a run still lacks, and returns the run.
 
     `config` is a YAML file's path, a mapping of sections or a RunConfig (None: the quickstart); keywords are sections
-    that are merged into it, such as `mesh={"pp": 2}`. `quiet` prints nothing.
+    that are merged into it, such as `mesh={"pp": 2}`. With `quiet` nothing is printed.
 
     `on_step` is called after each step with its row of metrics.jsonl, in this thread; a step that is replayed after a
-    failure is reported again. What it returns is ignored. If it raises StopTraining, the run stops after the steps in
-    flight (about two seconds of them), with a checkpoint; after any other exception too, which is then raised here.
+    failure is reported again. Its result is ignored. If it raises StopTraining, the run stops with a checkpoint after
+    the steps in flight (about two seconds of them). Any other exception stops it in the same way and is then raised
+    here.
 
     Ctrl-C, SIGTERM and SIGHUP stop the run in the same way, if this is the main thread; a second one raises
-    KeyboardInterrupt. Raises PentadError for a mistake in the configuration, before anything is started or written,
-    when this process is connected to a Ray cluster already, and for ranks that fail.
+    KeyboardInterrupt. Raises PentadError for a mistake in the configuration, before anything is started or written; if
+    this process is already connected to a Ray cluster; and if ranks fail.
     """
     from pentad.orchestrator.api.runs import Run
 
@@ -44,8 +45,8 @@ def train(config: Config = None, *, on_step: OnStep | None = None, quiet: bool =
 def run_displayed(
     config: RunConfig, console: Console, note: str = "", *, began: float | None = None, on_step: OnStep | None = None
 ) -> dict[str, Any]:
-    """Trains, shows it on the console, with a note above, and returns the run's summary. `began` is the monotonic
-    second from which the start-up is counted."""
+    """Trains, displays progress on the console with `note` above it, and returns the run's summary. The start-up is
+    timed from `began`, in monotonic seconds."""
     with Display(console, config.run.name, config.run.steps, began) as display:
         if note:
             display.note(note)

@@ -30,8 +30,8 @@ Progress = Callable[[], AbstractContextManager[Report]]
 
 
 def calibrate(config: RunConfig, progress: Progress) -> RateTable:
-    """Measures the rates of this machine's GPUs or cores; or of as many on two nodes of the cluster that the run would
-    join. Raises PentadError."""
+    """Measures the rates of this machine's GPUs or cores; or on two nodes of the cluster that the run would join, with
+    as many ranks on each. Raises PentadError."""
     if config.cluster.address != "local":
         from pentad.orchestrator.calibration.nodes import measured_on_cluster  # imports ray
 
@@ -55,12 +55,13 @@ def calibrate(config: RunConfig, progress: Progress) -> RateTable:
 
 
 def table_of(found: dict[str, Any], hosts: list[int]) -> RateTable:
-    """From what rank 0 of ranks on these hosts has found: links that there were none of are those that plans assume."""
+    """The table from what rank 0 of ranks on these hosts found. Links that there were none of get the rates that plans
+    assume."""
     gpu, kernels = found.pop("gpu"), tuple(map(_kernel_times.validate_python, found.pop("kernels")))
     assumed = [name for name in GROUPS if found[name] is None and (name != "peer" or found["intra_host"] is None)]
     usual = asdict(rates_of("cpu" if gpu == CPU else "cuda", gpu)) if assumed else {}
     links = {name: usual[name] if name in assumed else _fitted(found[name] or {}) for name in GROUPS}
-    links["peer"] = links["intra_host"] | links["peer"]  # peer copies do not do everything
+    links["peer"] = links["intra_host"] | links["peer"]  # peer copies do not support every operation
     layer, pair, peer = (found.pop(name) for name in ("layer", "pair_layer", "peer_layer"))
     assumed += ["issue"] * (pair is None)
     usual_issue = (0.0, 0.0) if gpu == CPU else (ISSUE, PEER_ISSUE)
@@ -81,7 +82,7 @@ def table_of(found: dict[str, Any], hosts: list[int]) -> RateTable:
 
 
 def with_earlier(table: RateTable, path: Path) -> RateTable:
-    """The table with what the one that it replaces, if there is one of this GPU, knows of other calls."""
+    """The table, with the timings of other kernel calls from the one that it replaces, if there is one for this GPU."""
     try:
         earlier = read_table(path, table.gpu).kernels
     except PentadError:
@@ -92,8 +93,8 @@ def with_earlier(table: RateTable, path: Path) -> RateTable:
 
 
 def _exchange_seconds(gpu: str, layer: Sequence[float], pair: Sequence[float]) -> float:
-    """Seconds that the host takes to issue an exchange: how much longer F and B of a layer take with those that the
-    planner counts."""
+    """Seconds that the host takes to issue an exchange: the extra time of F and B of a layer, divided by the exchanges
+    that the planner counts."""
     plan = host_plan("cpu" if gpu == CPU else "cuda", 1, 2)
     volumes = (layer_volume(plan.model, False, piece_of(plan), phase) for phase in "FB")
     exchanges = sum(volume.operations for its in volumes for volume in its.values())

@@ -1,4 +1,4 @@
-"""What a run has measured, from its folder, for the table that its plan was made with."""
+"""Refines the table that a run's plan was made with by what the run has measured, read from its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pentad.schedules.ir.regular_files import expanded
 
 
 def refined_by(run: str) -> tuple[Refined, Path]:
-    """The table that a run's plan takes its rates from, refined by it, and the table's file. Raises PentadError."""
+    """The table that a run's plan takes its rates from, refined by the run, and its file. Raises PentadError."""
     folder = resolve_run(run)
     page = EndedRun(folder)
     plan, given = page.bus.folder.plan, saved_config(folder).cluster.rates

@@ -21,18 +21,18 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Mesh
 
 NODES = 2
-START_SECONDS = 120.0  # of an actor that imports torch
+START_SECONDS = 120.0  # for an actor, which imports torch
 
 
 class Examiner:
-    """In one bundle of a placement group; the first one of a node starts the processes of all its ranks."""
+    """An actor in one bundle of a placement group; the first one on a node starts the processes of all its ranks."""
 
     def gpu(self) -> int:
-        """The GPU of the bundle, -1 without."""
+        """The GPU of the bundle, -1 if it has none."""
         return next((int(each) for each in ray.get_gpu_ids()), -1)
 
     def serve(self, size: int) -> str:
-        """The address of a store at which the ranks meet."""
+        """The address of a store through which the ranks meet."""
         from pentad.workers.parallel.process_groups import start_store  # imports torch
 
         self.store = start_store(ray.util.get_node_ip_address(), size, START_SECONDS)
@@ -67,7 +67,7 @@ def _measured(
     for place in bundle_places(placement):
         nodes[place.node].append(kind.options(scheduling_strategy=strategy_of(placement, place.bundle)).remote())
     fullest = sorted(nodes.values(), key=len, reverse=True)[:NODES]
-    each = len(fullest[-1])  # ranks of a host: as many on both
+    each = len(fullest[-1])  # ranks a host, equal on both
     hosts = [host for host in range(len(fullest)) for _ in range(each)]
     gpus = [ray.get([actor.gpu.remote() for actor in its[:each]], timeout=START_SECONDS) for its in fullest]
     address = ray.get(fullest[0][0].serve.remote(len(hosts)), timeout=START_SECONDS)

@@ -1,4 +1,4 @@
-"""Processes that measure together, one for each rank, on this machine."""
+"""Processes on this machine, one a rank, that measure together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pentad.schedules.ir.errors import PentadError
 
 PROBE = "pentad.workers.health.calibration"
 LIMIT = 170.0  # seconds, from the start of the processes
-Report = Callable[[int, int], None]  # how many of how many measurements are done
+Report = Callable[[int, int], None]  # (measurements done, in total)
 
 
 def run_ranks(
@@ -28,9 +28,9 @@ def run_ranks(
     kernels: Sequence[Shape],
     report: Report | None = None,
 ) -> dict[str, Any] | None:
-    """Runs ranks on these GPUs until all have measured, with those of other hosts; `hosts` has the host of every rank,
-    and of the calls `kernels` all implementations are timed. Returns what rank 0 found if it is one of them. Raises
-    PentadError if a rank fails, or for one that takes too long."""
+    """Runs ranks on these GPUs, together with those of other hosts, until all have measured. `hosts` has the host of
+    every rank; all implementations of the calls `kernels` are timed. Returns what rank 0 found, if it is among these
+    ranks. Raises PentadError if a rank fails or takes too long."""
     found: dict[str, Any] | None = None
     with ExitStack() as stack:
         errors = {rank: stack.enter_context(tempfile.TemporaryFile("w+")) for rank in gpus}
@@ -44,7 +44,7 @@ def run_ranks(
         for rank, gpu in gpus.items():
             command = [sys.executable, "-P", "-m", PROBE, device, str(gpu), address, str(rank)]
             command += [",".join(map(str, hosts)), json.dumps(kernels)]
-            out = subprocess.DEVNULL if rank else subprocess.PIPE  # only rank 0 has something to say
+            out = subprocess.DEVNULL if rank else subprocess.PIPE  # only rank 0 reports
             process = subprocess.Popen(command, stdout=out, stderr=errors[rank], text=True)
             started.append(stack.enter_context(process))
         timer = threading.Timer(LIMIT, end)
@@ -52,7 +52,7 @@ def run_ranks(
         timer.start()
         for process in started:
             for line in process.stdout or ():
-                row = json.loads(line) if line.startswith("{") else {}  # libraries print, too
+                row = json.loads(line) if line.startswith("{") else {}  # libraries print as well
                 found = row.get("rates", found)
                 if report is not None and "done" in row:
                     report(row["done"], row["total"])

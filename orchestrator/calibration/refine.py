@@ -1,4 +1,4 @@
-"""`pentad calibrate --from RUN`: a table of rates with which plans predict what instructions of a run have taken."""
+"""`pentad calibrate --from RUN`: adjusts a table of rates so that plans predict the times of a run's instructions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.plan import Plan
 
 LEAST_STEPS = 4
-MOST = 8.0  # times as fast or slow: what is further off is no matter of rates
+MOST = 8.0  # times as fast or as slow; anything beyond is not a matter of rates
 HALVINGS = 40  # of the interval in which a factor is searched
 
 
 @dataclass(frozen=True)
 class Refined:
-    """A table, and how many times as fast as before it has compute, updates and transfers (1: not measured). Seconds
-    that a step took (median), and those predicted with the table before and with this one; and the share of compute's
-    seconds in which other processes had the cores of CPU ranks, which no rate contains."""
+    """A refined table, and the factors by which its compute, updates and transfers are faster than before (1: not
+    measured). Seconds of a step: measured (median), predicted with the table `before`, and `after` with this one.
+    `starved` is the fraction of compute time in which other processes had the cores of CPU ranks, which is in no rate.
+    """
 
     table: RateTable
     compute: float
@@ -50,10 +51,10 @@ class Refined:
 def refine(
     table: RateTable, plan: Plan, steps: Sequence[Sequence[RankTime]], seconds: Sequence[float], run: str
 ) -> Refined:
-    """From a run's `steps`, without those to warm up, and the `seconds` that steps took.
+    """Refines a table with a run's `steps`, without those to warm up, and the `seconds` that these steps took.
 
-    Compute, which is products, attention, experts and what layers do besides, gets one factor: which of them deviates
-    is not measured. Raises PentadError if too little was measured, or no rates explain it.
+    Compute (products, attention, experts and the rest of layers) gets a single factor, as it is not measured which of
+    these deviates. Raises PentadError if too little was measured, or no rates explain it.
     """
     rates, plan = table.rates, _with_rates(plan, table.rates)
     found = measured_costs(plan, steps)
@@ -83,7 +84,7 @@ def _with_rates(plan: Plan, rates: Rates) -> Plan:
 
 
 def _compute(plan: Plan, costs: Costs) -> float:
-    """Seconds of one F, B and W (or BW) of all stages, and of what recomputes."""
+    """Seconds of one F, B and W (or BW) of every stage, and of recomputation."""
     again = [seconds * (plan.recompute_mode(stage) != "none") for stage, seconds in enumerate(costs.recompute)]
     kinds = op_mask(COMPUTE)[plan.program.columns.op]
     launched = {*zip(plan.program.columns.op[kinds].tolist(), plan.program.columns.stage[kinds].tolist(), strict=True)}
@@ -92,7 +93,7 @@ def _compute(plan: Plan, costs: Costs) -> float:
 
 
 def _compute_factor(plan: Plan, rates: Rates, seconds: float, run: str) -> float:
-    """How many times as fast as these rates compute is where F, B and W take so long."""
+    """The factor on the speed of compute at which F, B and W take `seconds`."""
 
     def at(factor: float) -> float:
         changed = replace(rates.scaled("flops", factor), elementwise=factor * rates.elementwise)
@@ -113,7 +114,7 @@ def _factor(guessed: float, measured: float) -> float:
 
 
 def _with_transfers(plan: Plan, rates: Rates, times: float) -> Rates:
-    """With sends between stages, of these ranks, that many times as fast."""
+    """Rates with sends between the stages of this plan `times` as fast."""
     axes: tuple[Axis, ...] = ("pp",)
     on_host = is_on_host(plan.mesh, axes, rates.host_order)
     name = "inter_host" if not on_host else "peer" if plan.mesh.size <= NODE_GPUS else "intra_host"

@@ -1,4 +1,4 @@
-"""A table of rates, beside those that plans assume without one."""
+"""Displays a table of rates beside the rates that plans assume without one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pentad.orchestrator.planning.hardware import rates_of
 from pentad.schedules.simulate.rates import Link, Links, Rates
 
 KINDS = tuple(Links.__dataclass_fields__)
-NOTABLE = 0.02  # share of compute's time that is said
+NOTABLE = 0.02  # fraction of compute time worth mentioning
 WHERE = {"intra_host": "on a host", "peer": "by peer copies", "inter_host": "between hosts"}
 ASSUMED = {name: f"links {where}" for name, where in WHERE.items()} | {"issue": "the host's exchanges in layers"}
 

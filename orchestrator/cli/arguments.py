@@ -39,7 +39,7 @@ _SCHEDULES = (
 
 @dataclass(frozen=True)
 class ScheduleArguments:
-    """What to build, at which costs, and what to write and print of it."""
+    """What to build and at which costs, and what to write and print."""
 
     name: Annotated[str, Argument(help=_SCHEDULES, autocompletion=schedule_names)]
     ranks: Annotated[int, Option(help="Pipeline ranks.")]

@@ -39,14 +39,14 @@ from pentad.schedules.ir.errors import PentadError, ScheduleError, printable, sh
 
 # ClickException, the base of all usage errors; typer bundles click but does not export it.
 _ClickException: Any = typer.BadParameter.__mro__[2]
-_INTERRUPTED = 130  # which some versions of typer return for a KeyboardInterrupt; others raise Abort
+_INTERRUPTED = 130  # some versions of typer return it for a KeyboardInterrupt; others raise Abort
 
 app = typer.Typer(
     pretty_exceptions_enable=False, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
 )
 app.add_typer(data, name="data")
 app.add_typer(checkpoint, name="checkpoint")
-_began = time.monotonic()  # of the command
+_began = time.monotonic()  # start of the command
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     _began = time.monotonic()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="replace")  # a character that the terminal lacks ends no command
+            stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end a command
     try:
         result = app(arguments, prog_name="pentad", standalone_mode=False)
         sys.stdout.flush()
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         if error.filename is not None:
             reason = f"'{error.filename}' cannot be read or written ({error.strerror})"
             return _fail(shortened(f"{reason}: expected one that can"), 1)
-        _mute()  # a full, failing or closed stdout
+        _mute()  # stdout is full, failing or closed
         return 1 if isinstance(error, BrokenPipeError) else _fail(f"I/O error: {error}", 1)
 
 
@@ -365,7 +365,7 @@ def convert(
 
 
 def _mute() -> None:
-    """Discards what stdout has buffered, which would fail again at exit."""
+    """Discards what stdout has buffered, as flushing it would fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -13,7 +13,7 @@ SCHEDULE_NAMES = (
 
 
 def run_names(incomplete: str) -> list[str]:
-    """Runs under runs/."""
+    """The runs under runs/."""
     names = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
     return [name for name in names if name.startswith(incomplete)]
 
@@ -23,7 +23,7 @@ def schedule_names(incomplete: str) -> list[str]:
 
 
 def config_words(incomplete: str) -> list[str]:
-    """YAML files and folders, and overrides: `key=`, and with its values if no other key fits."""
+    """YAML files and folders, and overrides: `key=`, and once no other key fits, also its values."""
     folder, _, start = incomplete.rpartition("/")
     paths = sorted(Path(folder or ".").glob("*")) if Path(folder or ".").is_dir() else []
     found = [path for path in paths if path.name.startswith(start) and (path.is_dir() or path.suffix == ".yaml")]
@@ -38,6 +38,6 @@ def _overrides(incomplete: str) -> Iterator[str]:
     fitting = [words for words in known if (words[0] == key if has_value else words[0].startswith(key))]
     for name, *values in fitting:
         offered = [f"{name}={value}" for value in values] if len(fitting) == 1 else []
-        if len(offered) < 2:  # with both, the shell stops after `key=`, without a space
+        if len(offered) < 2:  # if both were offered, the shell would stop after `key=`, without a space
             offered.append(f"{name}=")
         yield from (word for word in offered if word.startswith(incomplete))

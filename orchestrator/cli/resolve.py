@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def find_run(name: str, address: str | None) -> Path | tuple[Jobs, Job]:
-    """The folder of a run, or with `address`, or when no run has that name, a job. Raises PentadError for neither."""
+    """The folder of a run; or a job, if `address` is given or no run has that name. Raises PentadError if there is
+    neither."""
     no_run = None
     if address is None:
         try:

@@ -43,7 +43,7 @@ def show_list(run: str, console: Console, *, as_json: bool) -> None:
 
 
 def show_verify(run: str, *, as_json: bool) -> int:
-    """Verifies the checkpoints of a run, or one, and prints a line for each; returns 1 if one is not intact."""
+    """Verifies one or all checkpoints of a run and prints a line for each; returns 1 if any is not intact."""
     folder = location(run)
     if is_checkpoint(folder):
         home, entries = folder.absolute().parent.parent, [e for e in listed(folder.parent) if e.folder == folder]
@@ -54,7 +54,7 @@ def show_verify(run: str, *, as_json: bool) -> int:
         raise PentadError(f"RUN is '{run}', which has no checkpoint: expected at least one")
     rows = []
     for entry in map(verified, entries):
-        if entry.state == "damaged" and not has_manifest(entry.folder):  # a live run has deleted it meanwhile
+        if entry.state == "damaged" and not has_manifest(entry.folder):  # deleted meanwhile by a live run
             continue
         rows.append(_row(entry))
         if not as_json:
@@ -66,7 +66,8 @@ def show_verify(run: str, *, as_json: bool) -> int:
 
 
 def show_prune(run: str, *, dry_run: bool, as_json: bool) -> None:
-    """Deletes the checkpoints of a run that it would not keep. Raises PentadError if it is live, or none is intact."""
+    """Deletes the checkpoints that a run would not keep. Raises PentadError if the run is live, or no checkpoint is
+    intact."""
     home = resolve_run(run)
     with locked(home, f"RUN is '{run}', which is running (process {{holder}}) and deletes them itself"):
         config, rows = saved_config(home), read_lines(home / EVALUATIONS, EVAL_KEYS)

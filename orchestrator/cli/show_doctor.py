@@ -20,11 +20,11 @@ from pentad.schedules.ir.errors import printable
 
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not applicable": "dim"}
 _NAME, _VERDICT = max(map(len, NAMES)), len("failure")
-_LONG = 1.0  # seconds
+_LONG = 1.0  # seconds, for a check that gets a clock
 
 
 def show_doctor(config: RunConfig, burn: float | None, console: Console, *, as_json: bool) -> int:
-    """Makes all checks and prints them. Returns the exit status: 1 if one has failed."""
+    """Runs all checks and prints them. Returns the exit status: 1 if a check failed."""
     rows: list[FindingRow] = []
     for found in examine(config, burn, _under_way):
         rows += found
@@ -53,7 +53,7 @@ def merged(rows: Sequence[FindingRow]) -> list[FindingRow]:
 
 
 def show_row(row: FindingRow, console: Console) -> None:
-    """The name, the verdict and the sentence, and the remedy below; wrapped on a terminal only."""
+    """Prints name, verdict and sentence, and the remedy below; wraps lines only on a terminal."""
     finding, where = row.finding, f"{row.node}: " if row.node else ""
     lines = [
         (
@@ -68,7 +68,7 @@ def show_row(row: FindingRow, console: Console) -> None:
 
 
 def _show_left_out(rows: Sequence[FindingRow], console: Console) -> None:
-    """The checks that apply nowhere, by their reasons."""
+    """Prints the checks that apply nowhere, by reason."""
     reasons = defaultdict(list)
     for name in dict.fromkeys(row.check for row in rows):
         findings = [row.finding for row in rows if row.check == name]
@@ -95,7 +95,7 @@ def _print(lines: Sequence[tuple[Text, Text, Text]], console: Console) -> None:
 
 @contextmanager
 def _under_way(name: str, seconds: float) -> Iterator[None]:
-    """A clock on stderr while a long check is made, if that is a terminal."""
+    """Shows a clock on stderr during a long check, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn(" {task.description}"), TimeElapsedColumn())
     disable = seconds < _LONG or not console.is_terminal

@@ -42,7 +42,7 @@ Format = Literal["pentad", "hf", "dcp", "torchtitan", "peft"]
 
 
 class Output(NamedTuple):
-    """What a command writes: to OUT, in `dtype` (None: as in the source, in float32 for hf), with the optimizer's state
+    """What a command writes: to OUT, in `dtype` (None: as in the source, or float32 for hf), with the optimizer's state
     if asked."""
 
     out: Path
@@ -71,7 +71,7 @@ def show_export(path: str, output: Output, *, as_json: bool) -> None:
 def show_convert(source: str, output: Output, model: Path | None, *, as_json: bool) -> None:
     """Converts what `source` holds to another format, and prints a summary.
 
-    Anything else than pentad's own checkpoints becomes one first; unless that is the result, in a temporary folder.
+    Anything but pentad's own checkpoints is first converted to one, in a temporary folder unless that is the result.
     """
     folder, given = checked_folder(Path(source)), output.optimizer
     _check(output)
@@ -102,7 +102,7 @@ def show_convert(source: str, output: Output, model: Path | None, *, as_json: bo
 
 
 def _check(output: Output) -> None:
-    """Raises PentadError for what can be known to fail before anything is read."""
+    """Raises PentadError for what is known to fail before anything is read."""
     require_empty(output.out)
     if output.to == "peft" and output.optimizer:
         raise PentadError("--optimizer is set: expected it without --adapter, as PEFT stores weights alone")
@@ -166,7 +166,7 @@ def _described(path: Path, source: Path) -> tuple[str, ModelSpec, dict[str, byte
 
 
 def _progress(verb: str) -> Callable[[int, int], None]:
-    """Reports every tenth of the bytes on stderr."""
+    """Returns a function that reports every tenth of the bytes on stderr."""
     reported = 0
 
     def report(done: int, total: int) -> None:

@@ -20,7 +20,7 @@ from pentad.schedules.ir.errors import PentadError
 
 
 def show_submit(config: RunConfig, address: str | None, name: str | None, *, followed: bool, as_json: bool) -> int:
-    """Submits a run; `followed` prints its log and returns its outcome as exit status."""
+    """Submits a run; if `followed`, prints its log and returns its outcome as exit status."""
     assumed_plan(with_choices(config, *device_of(config)))  # reports mistakes here, not in the job's log
     jobs = Jobs(address)
     job = jobs.submit(config, name, Path.cwd())
@@ -57,7 +57,7 @@ def show_jobs(address: str | None, console: Console, *, as_json: bool) -> int:
 
 
 def show_logs(jobs: Jobs, job: Job, *, followed: bool, as_json: bool) -> int:
-    """Prints the log of a job; `followed` continues until it ends and returns its outcome as exit status."""
+    """Prints the log of a job; if `followed`, until the job ends, and returns its outcome as exit status."""
     if followed:
         return _follow(jobs, job, as_json=as_json)
     log = jobs.log(job.job)
@@ -66,7 +66,7 @@ def show_logs(jobs: Jobs, job: Job, *, followed: bool, as_json: bool) -> int:
 
 
 def show_stop(jobs: Jobs, job: Job, *, as_json: bool) -> int:
-    """Stops a job and prints how it ended; the exit status is 0 if nothing is lost."""
+    """Stops a job and prints how it ended; returns 0 if nothing was lost."""
     job = jobs.stop(job.job)
     return _end(jobs, job, outcome(job, jobs.log(job.job)), as_json=as_json)
 

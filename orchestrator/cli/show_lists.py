@@ -21,7 +21,7 @@ _PLACEMENTS: dict[Any, str] = {looped: "loop", mirrored: "mirror", v_shaped: "V"
 
 
 def show_runs(folder: Path, console: Console, *, as_json: bool) -> None:
-    """Lists the runs in `folder`, the last active first. Raises PentadError when there is no such folder."""
+    """Lists the runs in `folder`, most recently active first. Raises PentadError if there is no such folder."""
     if not folder.is_dir():
         raise PentadError(f"--folder is '{folder}', which is not a folder: expected one that holds runs")
     found = [_run(path.parent) for path in folder.glob(f"*/{CONFIG}")]
@@ -66,7 +66,7 @@ def show_schedules(console: Console, *, as_json: bool) -> None:
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    """A line of `pentad runs`; a run that this version cannot read is listed as unreadable."""
+    """A row of `pentad runs`; a run that this version cannot read is listed as unreadable."""
     from pentad.orchestrator.api.runs import Run
     from pentad.orchestrator.control.control_client import ended
 

@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.5
 
 
 def show_run_log(folder: Path, *, followed: bool, as_json: bool) -> None:
-    """Prints the steps and events of a run; `followed` continues until it ends, or Ctrl-C."""
+    """Prints the steps and events of a run; if `followed`, until it ends or Ctrl-C."""
     if as_json and not followed:
         log = "".join(f"{line}\n" for _, line in _log_lines(folder))
         print(json.dumps({"run": folder.name, "folder": str(folder), "log": log}))

@@ -70,8 +70,8 @@ def write(option: str, path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def output_file(option: str, path: Path) -> Iterator[Path]:
-    """A file to write, which is at `path` at the end, or as before when the block fails; a device or a pipe is written
-    as it is. Raises PentadError naming the option if it cannot be written."""
+    """A file to write. It appears at `path` when the block ends, and what was there stays if the block fails; a device
+    or pipe is written directly. Raises PentadError, naming the option, if it cannot be written."""
     is_special = path.exists() and not path.is_file()
     try:
         with nullcontext(path) if is_special else partial_file(path.resolve()) as file:

@@ -28,12 +28,12 @@ from pentad.workers.checkpoint.atomic_io import write_file
 
 
 class Command:
-    """The command line that trains with a plan, from the one that searched."""
+    """The command line that trains with a plan, derived from the one that searched."""
 
     def __init__(self, file: Path | None, given: Sequence[str]) -> None:
         self.file = file
         self.config, self.words = load_for_search(file, given)
-        self.held = frozenset(word.partition("=")[0] for word in given)  # keys that the search leaves as they are
+        self.held = frozenset(word.partition("=")[0] for word in given)  # keys that the search leaves unchanged
 
     def of(self, planned: Planned) -> str:
         given, changed = given_and_changed(self.words, self.config, planned.config)
@@ -41,7 +41,7 @@ class Command:
 
 
 def show_search(command: Command, gpus: int, device: DeviceMemory, console: Console, *, as_json: bool) -> int:
-    """Prints it. Returns the exit status: 1 if nothing fits."""
+    """Prints the result. Returns the exit status: 1 if nothing fits."""
     config = command.config
     found = search(config, gpus, device, command.held)
     shares = [shares_of(each) for each in found.choices]
@@ -91,7 +91,8 @@ def _show_rest(
 
 
 def _refused(found: SearchResult) -> dict[str, int]:
-    """For each reason why meshes have no plan: a sentence about the one that lacks least, and their number."""
+    """Reasons why meshes have no plan: for each, a sentence about the mesh that comes closest, and the number of
+    meshes."""
     sentences, counts = dict[str, str](), Counter[str]()
     for each in sorted(found.refusals.values(), key=lambda each: each.least_bytes):
         key = each.why.partition(" is ")[0]

@@ -33,7 +33,7 @@ _OUTCOMES = {
 }
 _LATE_SECONDS = 3.0  # older heartbeats are highlighted
 _POLL_SECONDS = 0.1
-_MAX_ROWS = 64  # of ranks, unless the terminal says how many fit
+_MAX_ROWS = 64  # rows of ranks, unless the terminal says how many fit
 
 
 def show_status(run: Path, console: Console, *, watch: bool, as_json: bool, timeout_seconds: float) -> None:
@@ -53,8 +53,8 @@ def show_status(run: Path, console: Console, *, watch: bool, as_json: bool, time
 
 
 def show_page(run: Path, *, as_json: bool, timeout_seconds: float) -> None:
-    """Prints the address of a run's page with the token that it asks for. The page of a run that is not live is served
-    here, from its folder, until Ctrl-C."""
+    """Prints the address of a run's page, with its token. The page of a run that is not live is served here, from its
+    folder, until Ctrl-C."""
     try:
         with connect(run) as client:
             url = client.status(timeout_seconds)["endpoints"].get("page")
@@ -82,7 +82,7 @@ def _print_page(run: Path, address: str, as_json: bool) -> None:
 def show_request(run: Path, verb: str, console: Console, *, as_json: bool, timeout_seconds: float) -> None:
     """Sends a live run 'pause', 'resume', 'checkpoint', 'stop' or 'abort', and prints the outcome.
 
-    Raises PentadError when it takes longer.
+    Raises PentadError on timeout.
     """
     with connect(run) as client:
         outcome = client.request(verb, timeout_seconds)

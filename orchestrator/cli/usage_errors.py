@@ -1,4 +1,4 @@
-"""What is wrong with a command line, in one sentence with what is right."""
+"""What is wrong with a command line, in one sentence that also says what is right."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import typer
 
 
 def usage_sentence(error: Any, root: Any, words: Sequence[str]) -> str:
-    """Of an error of click, for the command line `words` of the command `root`; empty if help has been printed."""
-    sentence = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words
-    if not sentence:  # of a command without its verb
+    """The sentence for a click error in the command line `words` of the command `root`; '' if help was printed."""
+    sentence = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # a prefix of pydantic's
+    if not sentence:  # a command without its verb
         return ""
     path, command = "pentad", root
     for word in words:
@@ -27,8 +27,8 @@ def usage_sentence(error: Any, root: Any, words: Sequence[str]) -> str:
 
 
 def _with_keys(sentence: str, option: str, near: Iterable[str]) -> str:
-    """The sentence with the keys of a configuration that may be meant by an option, unless options that are `near`
-    it may rather be."""
+    """The sentence, plus the configuration keys that may have been meant by an option, unless one of the options `near`
+    it is more likely."""
     if any(each.startswith(option) for each in near):
         return sentence
     from pentad.orchestrator.config.config import RunConfig

@@ -39,7 +39,7 @@ BFLOAT16_ROUNDING = 2**-8  # relative, at most
 
 
 class Layout(NamedTuple):
-    """Stages of each pipeline rank, and slices of a sequence, of a schedule."""
+    """Where a schedule places its stages, by pipeline rank, and the number of slices of a sequence."""
 
     placement: tuple[tuple[int, ...], ...]
     slices: int
@@ -92,24 +92,24 @@ class RunConfig(sections.Section):
 
     @property
     def lora_spec(self) -> LoraSpec | None:
-        """Without the checkpoint that has the frozen weights; None: all parameters are trained."""
+        """The adapters, without the checkpoint that holds the frozen weights; None if all parameters are trained."""
         return self.lora.spec(self.model)
 
     @property
     def data_sets(self) -> list[str]:
-        """The names of what is evaluated."""
+        """The names of the data sets that are evaluated."""
         return [*self.data.held_out, *(each.name for each in self.eval.data or ())]
 
     def model_spec(self, dtype: str = "float32") -> ModelSpec:
-        """The model's sizes; builds a custom model, in the dtype of compute. Raises PentadError if it is invalid."""
+        """The model's sizes. Builds a custom model, in the compute dtype. Raises PentadError if it is invalid."""
         if self.model.custom is None:
             return self.model.spec
         return custom_model(self.model, self.batch.sequence_length, dtype)
 
     def layout(self) -> Layout | None:
-        """Where the schedule places stages; None if only its program shows (a schedule from a file). For 'auto' the
-        layout of zb-1p, which exists for all sizes, stands in. Raises PentadError for sizes or options that the
-        schedule does not allow."""
+        """Where the schedule places stages; None if only its program shows that (a schedule from a file). The layout of
+        zb-1p, which exists for all sizes, stands in for that of 'auto'. Raises PentadError for sizes or options that
+        the schedule does not allow."""
         name, options = self.schedule.name, self.options
         if name == AUTO:
             check_auto_options(options)
@@ -174,7 +174,7 @@ class RunConfig(sections.Section):
                 yield Broken("elastic.check_every", f"0 with {name}")
 
     def _rampup_rules(self, sizes: Mapping[str, int]) -> Iterator[str]:
-        """A smaller batch has microbatches of the same size on every replica, as many as the schedule allows."""
+        """A smaller batch has microbatches of the same size on every replica, in a number that the schedule allows."""
         replicas = {key: size for key, size in sizes.items() if key != "schedule.microbatches"}
         rows = self.batch.global_batch_size // math.prod(sizes.values())
         least = rows * math.prod(replicas.values())
@@ -189,7 +189,7 @@ class RunConfig(sections.Section):
                 yield from (f"{key} is {size}, so schedule.{error}" for error in _refusal(spec_of, *spec))
 
     def _state_rules(self) -> Iterator[Broken]:
-        """A moment in bfloat16 must change by more than half a bit when a gradient vanishes."""
+        """A bfloat16 moment must change by more than half a unit in the last place when a gradient vanishes."""
         decays = ("momentum", "beta2") if self.optimizer.name == "muon" else ("beta1", "beta2")
         for key in decays if self.precision.optimizer_state == "bfloat16" else ():
             if getattr(self.optimizer, key) > 1 - BFLOAT16_ROUNDING:
@@ -208,7 +208,7 @@ class RunConfig(sections.Section):
                 yield Broken(f"run.{key}", "false with lora.rank, whose adapters begin anew")
 
     def _eval_rules(self) -> Iterator[Broken]:
-        """What is evaluated, when, and which checkpoint is the best: one that was evaluated."""
+        """What is evaluated and when, and that the best checkpoint is chosen among evaluated ones."""
         names, best = self.data_sets, self.checkpoint.keep_best
         for key in ("every", "at_start"):
             if getattr(self.eval, key) and not names:
@@ -247,7 +247,7 @@ class RunConfig(sections.Section):
         yield from _refusal(check_divisibility, model, self.mesh.mesh, length, rows, slices, self.mesh.cp_method)
 
     def _recompute_rules(self, model: ModelSpec) -> Iterator[str]:
-        """Parts of layers that the model has."""
+        """Only parts of layers that the model has may recompute."""
         why = {
             "mlp": "its feed-forward networks are experts",
             "moe": "it has no experts (model.experts)",
@@ -295,7 +295,7 @@ class RunConfig(sections.Section):
                 yield f"schedule.slices is {layout.slices}: expected 1 for {name}, which sees whole sequences"
 
     def _custom_rules(self, text: str, layers: int, layout: Layout) -> Iterator[str]:
-        """What only the families' own layers can do."""
+        """What a custom model cannot do, as only the layers of the families can."""
         for axis, why in (("tp", "splits weights"), ("cp", "splits sequences"), ("ep", "splits experts")):
             if (size := getattr(self.mesh, axis)) > 1:
                 yield f"mesh.{axis} is {size}: expected 1 for model {text}: nothing defines how it {why}"
@@ -320,10 +320,10 @@ def load(
     overrides: Iterable[str] = (),
     sections: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
-    """The configuration in a YAML file, with the files that it includes, or in a mapping (None: the quickstart), with
-    `sections` merged into it and `section.key=value` overrides applied.
+    """The configuration in a YAML file, including the files that it includes, or in a mapping (None: the quickstart),
+    with `sections` merged into it and `section.key=value` overrides applied.
 
-    Raises PentadError if a file cannot be read or has no sections, and ConfigError with all errors in it.
+    Raises PentadError if a file cannot be read or has no sections, and ConfigError listing all mistakes.
     """
     values, origins = _layers(source)
     raw = merged(values, sections)
@@ -369,13 +369,13 @@ def _layers(source: Path | Mapping[str, Any] | RunConfig | None) -> Layers:
 
 
 def _with_origin(sentence: str, origins: Mapping[str, str]) -> str:
-    """An error with the file that its key is from, where files are included."""
+    """An error, preceded by the file that its key comes from if files are included."""
     file = origins.get(sentence.partition(" is ")[0])
     return f"{file}: {sentence}" if file else sentence
 
 
 def _section_of(override: str) -> dict[str, Any]:
-    """An override as the mapping that it puts over the file's. Raises PentadError if there is no such key."""
+    """An override as a mapping to merge over the file's. Raises PentadError if there is no such key."""
     key, _, text = override.partition("=")
     if key in RunConfig.model_fields:
         example = errors.example_key(key, RunConfig)

@@ -95,7 +95,7 @@ class DataSection(Section):
 
     @property
     def held_out(self) -> dict[str, str]:
-        """Path of the corpus by name of its data set: what `holdout` holds out of each."""
+        """The path of each corpus with held-out documents, by the name of their data set."""
         if not self.holdout:
             return {}
         if self.path is not None:
@@ -148,7 +148,7 @@ class DataSection(Section):
 
 
 def name_of(path: str) -> str:
-    """What a corpus that has no name is called: the last part of its path, without the options of a URI."""
+    """The name of a corpus that was given none: the last part of its path, without the options of a URI."""
     bare = path.partition("?")[0] if "://" in path else path
     return Path(bare.removeprefix("builtin:")).name or path
 
@@ -186,14 +186,14 @@ class EvalSection(Section):
     @field_validator("data", mode="before")
     @classmethod
     def _name_single_path(cls, value: Any) -> Any:
-        """A corpus alone is called as its folder."""
+        """A single corpus is named after its folder."""
         if isinstance(value, str) and value:
             return [{"name": name_of(value), "path": value}]
         return value
 
     def next_due(self, first: int, steps: int) -> int | None:
-        """After how many of the run's `steps` steps the next evaluation is due, `first` at the earliest; None if no
-        other is."""
+        """The step after which the next evaluation is due, `first` at the earliest, in a run of `steps` steps; None if
+        there is no further one."""
         if first > steps:
             return None
         if first <= 0 and self.at_start:
@@ -201,7 +201,7 @@ class EvalSection(Section):
         return min(steps, -(-max(1, first) // self.every) * self.every) if self.every else steps
 
     def count(self, steps: int) -> int:
-        """The evaluations of a run of this many steps."""
+        """The number of evaluations in a run of this many steps."""
         return self.at_start + (-(-steps // self.every) if self.every else 1)
 
     def rules(self) -> Iterator[Broken | str]:

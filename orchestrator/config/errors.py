@@ -20,10 +20,10 @@ from pentad.schedules.passes.recompute import PARTS, RECOMPUTE_MODES
 
 SYNONYMS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "gpu": "cuda"}
 NEVER_SAVED = {"layernorm": "results of norms", "moe_act": "gated products"}  # Megatron-LM recomputes these
-_BOUNDED = reprlib.Repr()  # its work is bounded, whatever a value holds
+_BOUNDED = reprlib.Repr()  # bounded work, whatever a value contains
 _BOUNDED.maxlevel, _BOUNDED.maxdict, _BOUNDED.maxlist, _BOUNDED.maxtuple = 4, 20, 20, 20
 _BOUNDED.maxstring, _BOUNDED.maxlong, _BOUNDED.maxother = 200, 200, 200
-_EXPECTED = {  # by pydantic's type of error
+_EXPECTED = {  # by pydantic's error type
     "int_type": "a whole number",
     "float_type": "a finite number",
     "finite_number": "a finite number",
@@ -42,7 +42,7 @@ _EXPECTED = {  # by pydantic's type of error
 
 
 class ConfigError(PentadError):
-    """Everything that is wrong with a configuration, one sentence an error; `str` gives a line for each."""
+    """Everything wrong with a configuration, one sentence each; `str` gives them one per line."""
 
     def __init__(self, sentences: Iterable[str]) -> None:
         super().__init__("\n".join(dict.fromkeys(sentences)))
@@ -53,7 +53,7 @@ class ConfigError(PentadError):
 
 
 class Broken(NamedTuple):
-    """A broken rule: a key of the section, what was expected, and what was found (default: the value)."""
+    """A broken rule: the section's key, what was expected, and what was found (default: the value)."""
 
     key: str
     expected: str
@@ -61,14 +61,14 @@ class Broken(NamedTuple):
 
 
 class RuleErrors(ValueError):
-    """The broken rules of a section, on their way through pydantic."""
+    """The broken rules of a section, raised through pydantic."""
 
     def __init__(self, section: BaseModel, broken: Iterable[Broken | str]) -> None:
         self.section, self.broken = section, broken
         super().__init__()
 
     def sentences(self, path: Iterable[object]) -> Iterator[str]:
-        """One for each rule of the section at `path`."""
+        """One sentence for each broken rule of the section at `path`."""
         for rule in self.broken:
             if isinstance(rule, Broken):
                 found = rule.found or shown(attrgetter(rule.key)(self.section))
@@ -102,7 +102,7 @@ def is_key(key: str, config: type[BaseModel]) -> bool:
 
 
 def sentences(error: ValidationError, config: type[BaseModel]) -> Iterator[str]:
-    """One for each error. Unknown keys come first, since they may explain missing ones."""
+    """One sentence for each error. Unknown keys come first, since they may explain missing ones."""
     for each in sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden"):
         if each["type"] == "value_error":
             yield from each["ctx"]["error"].sentences(each["loc"])
@@ -111,7 +111,7 @@ def sentences(error: ValidationError, config: type[BaseModel]) -> Iterator[str]:
 
 
 def unknown_key(key: str, config: type[BaseModel]) -> str:
-    """Names the nearest key, else those that there are."""
+    """A sentence that names the nearest key, or else the existing ones."""
     text = f"{key or repr(key)} is unknown"
     if near := near_keys(key, config):
         return f"{text}; did you mean {' or '.join(near)}?"
@@ -123,8 +123,8 @@ def unknown_key(key: str, config: type[BaseModel]) -> str:
 
 
 def near_keys(key: str, config: type[BaseModel]) -> list[str]:
-    """The nearest key: of the same section, of a section with a similar name, or of any if it is unambiguous; or those
-    that a word without a section may mean."""
+    """The nearest key: of the same section, of a section with a similar name, or of any if it is unambiguous; for a
+    word without a section, all keys that it may mean."""
     known = _names(config)
     top = known.pop("")
     if "." not in key and (places := _places(key, top, known)):
@@ -146,17 +146,17 @@ def _names(config: type[BaseModel]) -> dict[str, list[str]]:
 
 
 def _section_of(key: str, known: dict[str, list[str]]) -> str:
-    """The innermost section that a key is in, of those `known`, to which an item of a list is added; else ''."""
+    """The innermost of the `known` sections that contains a key, or ''. Adds an item of a list to `known`."""
     given = key.rpartition(".")[0]
     known |= {given: known[item]} if (item := _in_any_place(given)) in known else {}
-    while given and given not in known:  # a key inside a value that is no section
+    while given and given not in known:  # the key is inside a value that is not a section
         given = given.rpartition(".")[0]
     return given
 
 
 def _places(word: str, top: list[str], known: dict[str, list[str]]) -> list[str]:
-    """Where a word without a section may belong: the nearest section, or all sections with the nearest key; those of
-    lists only where no other has it."""
+    """Where a word without a section may belong: the nearest section, or all sections with the nearest key; items of
+    lists only if no other section has it."""
     near = nearest(word, dict.fromkeys([*top, *(name for names in known.values() for name in names)]))
     if near in top:
         inner = nearest(word, known.get(near, ())) if word != near else None
@@ -172,7 +172,7 @@ def example_key(section: str, config: type[BaseModel]) -> str:
 
 
 def no_mapping(key: str, config: type[BaseModel]) -> str:
-    """What is expected of an override in place of a mapping."""
+    """What an override should give instead of a mapping."""
     known = sections_of(config)
     if key in known:
         return f"a single key such as {example_key(key, config)}=VALUE"
@@ -180,7 +180,7 @@ def no_mapping(key: str, config: type[BaseModel]) -> str:
 
 
 def nearest(text: str, known: Iterable[str]) -> str | None:
-    """The option that was probably meant: a typing error, a synonym, initials (lr), or some of the words."""
+    """The option that was probably meant: a typo, a synonym, initials (lr), or some of the words."""
     options, text = list(known), text.lower()
     given = set(text.split("_")) - {""}
     initials = {"".join(word[0] for word in option.split("_")): option for option in options if "_" in option}
@@ -196,7 +196,7 @@ def nearest(text: str, known: Iterable[str]) -> str | None:
 
 
 def shown(value: object) -> str:
-    """A value as YAML has it, cut to 60 characters."""
+    """A value in YAML notation, cut to 60 characters."""
     if isinstance(value, BaseModel):
         return "a mapping"
     if value is None or isinstance(value, bool):
@@ -206,19 +206,19 @@ def shown(value: object) -> str:
 
 
 def has_control_characters(text: str) -> bool:
-    """Also halves of surrogate pairs: neither can be in a path, nor be shown."""
+    """Whether text has control characters or lone surrogates, which can neither be in a path nor be displayed."""
     return any(unicodedata.category(char) in ("Cc", "Cs") for char in text)
 
 
 def without_control_characters(text: str) -> str:
-    """A validator of pydantic's."""
+    """A pydantic validator."""
     if has_control_characters(text):
         raise PydanticCustomError("control_characters", "text without control characters")
     return text
 
 
 def within_or_auto(least: int, most: int) -> Callable[[object], object]:
-    """A validator of pydantic's, for the one error of a union."""
+    """Makes a pydantic validator; a union's own validation would report several errors."""
 
     def check(value: object) -> object:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -239,7 +239,7 @@ def two_costs(value: object) -> object:
 
 
 def mode_or_parts(value: object) -> object:
-    """A validator of pydantic's: what memory.recompute can be, a mode or a list of parts of layers."""
+    """A pydantic validator of memory.recompute: a mode, or a list of parts of layers."""
     if isinstance(value, list):
         known: tuple[str, ...] = PARTS
         expected, names = f"different names of {listed(PARTS)}", [str(name) for name in value]
@@ -267,7 +267,7 @@ def listed(names: Iterable[str]) -> str:
 def _sentence(error: ErrorDetails, config: type[BaseModel]) -> str:
     key, value, schemas = _dotted(*error["loc"]), error["input"], sections_of(config)
     match error["type"]:
-        case "string_unicode" if _in_any_place(key) in schemas:  # half of a surrogate pair in the name of a key
+        case "string_unicode" if _in_any_place(key) in schemas:  # a lone surrogate in a key's name
             return unknown_key(f"{key}.{ascii(value)[1:-1]}".lstrip("."), config)
         case "missing" if key in schemas:
             return f"section {key} is missing: expected one with keys such as {example_key(key, config)}"
@@ -301,7 +301,7 @@ def _expected(error: ErrorDetails, config: type[BaseModel]) -> str:
 
 
 def _in_any_place(key: str) -> str:
-    """'data.sources[].path', as the schemas have it"""
+    """'data.sources[].path', as in the schemas"""
     return re.sub(r"\[\d+\]", "[]", key)
 
 

@@ -1,6 +1,6 @@
-"""Configuration files that include others: `include: base.yaml`, or a list of files, relative to the file it is in.
+"""Configuration files that include others: `include: base.yaml`, or a list of files, relative to the including file.
 
-A file's own keys replace those of the files that it includes, a later one those of an earlier one; mappings are merged.
+A file's own keys override those of included files, and later files override earlier ones; mappings are merged.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ MOST_BYTES = 2**20
 
 
 class Layers(NamedTuple):
-    """Merged files: the `values`, and by dotted key the file that a value is from, if others are included."""
+    """Merged files: the `values`, and, if others are included, the file of each value by dotted key."""
 
     values: dict[str, Any]
     origins: dict[str, str]
 
 
 def read_file(path: Path, option: str = "CONFIG", chain: tuple[Path, ...] = ()) -> Layers:
-    """A YAML file with all that it includes. Raises PentadError if one of them cannot be read, is not a mapping of
-    sections, or includes itself; `option` is what names the file in the error, `chain` the files that include it."""
+    """A YAML file with everything that it includes. Raises PentadError if one of the files cannot be read, is not a
+    mapping of sections, or includes itself. `option` names the file in errors, `chain` are the files that include it.
+    """
     raw = load_yaml(read_text(path, option), str(path))
     if not isinstance(raw, dict):
         found = "nothing" if raw is None else shown(raw)
@@ -38,7 +39,7 @@ def read_file(path: Path, option: str = "CONFIG", chain: tuple[Path, ...] = ()) 
 
 
 def with_includes(raw: Mapping[str, Any], path: Path, chain: tuple[Path, ...] = ()) -> Layers:
-    """The content `raw` of a file, or of any mapping whose includes are relative to the folder of `path`."""
+    """The content `raw` of a file, or any mapping, with its includes, which are relative to the folder of `path`."""
     names = raw.get(INCLUDE, [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(
@@ -60,7 +61,7 @@ def with_includes(raw: Mapping[str, Any], path: Path, chain: tuple[Path, ...] = 
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over`; where both have a mapping, the two are merged."""
+    """`base` overridden by `over`; where both have a mapping, the two are merged."""
     found = dict(base)
     for key, value in over.items():
         below = found.get(key)
@@ -71,7 +72,8 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_text(path: Path, option: str) -> str:
-    """Raises PentadError if the file cannot be read, is too large or is not UTF-8. A pipe or device may never end."""
+    """Raises PentadError if the file cannot be read, is too large or is not UTF-8. Refuses pipes and devices, which may
+    never end."""
     try:
         status = path.stat()
         if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
@@ -87,7 +89,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> list[str]:
-    """Dotted keys of all values, those of the mappings included."""
+    """Dotted keys of all values and mappings."""
     found = []
     for key, value in values.items():
         found.append(f"{path}{key}")

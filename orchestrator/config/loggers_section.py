@@ -64,6 +64,6 @@ class MetricsSection(Section):
     """steps in which ranks run torch's profiler, for `pentad timeline RUN --profile`"""
 
     def step_rules(self, steps: int) -> Iterator[Broken]:
-        """A run has steps 0 to `steps` - 1."""
+        """Profiled steps must be among the run's, 0 to `steps` - 1."""
         if max(self.profile_steps, default=0) >= steps:
             yield Broken("metrics.profile_steps", f"steps below run.steps = {steps}")

@@ -45,7 +45,7 @@ class LoraSection(Section):
             yield Broken("targets", "each module once")
 
     def model_rules(self, model: ModelSection) -> Iterator[str]:
-        """Every target is a module of the model that can have an adapter."""
+        """Every target must be a module of the model that can have an adapter."""
         if self.rank is None:
             return
         found, spec = f"lora.rank is {self.rank}: expected null", model.spec if model.custom is None else None
@@ -62,7 +62,7 @@ class LoraSection(Section):
                 yield f"lora.targets has {', '.join(map(shown, unknown))}: expected some of {', '.join(known)}"
 
     def spec(self, model: ModelSection) -> LoraSpec | None:
-        """Without the checkpoint that has the frozen weights."""
+        """The adapters, without the checkpoint that holds the frozen weights."""
         return None if self.rank is None else LoraSpec(self.rank, self.alpha, self._modules(model))
 
     def _modules(self, model: ModelSection) -> tuple[str, ...]:

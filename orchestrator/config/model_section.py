@@ -124,7 +124,7 @@ class ModelSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_sizes_of_custom_models(cls, raw: Any) -> Any:
-        """A custom model's function may ignore these sizes."""
+        """A custom model's function may ignore these sizes, so they have defaults."""
         if isinstance(raw, dict) and raw.get("custom") is not None:
             return dict.fromkeys(("layers", "heads", "kv_heads", "ffn"), 1) | raw
         return raw

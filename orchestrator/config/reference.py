@@ -1,4 +1,4 @@
-"""The configuration reference as a page: docs/configuration.md is what `configuration_page` returns."""
+"""The configuration reference: `configuration_page` returns docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at
 
 
 def configuration_page() -> str:
-    """Markdown, a heading a section and a row a key."""
+    """Markdown with a heading for each section and a row for each key."""
     parts = [INTRODUCTION]
     for path, schema in sections_of(RunConfig).items():
         if path:
@@ -39,7 +39,7 @@ def configuration_page() -> str:
 
 
 def completion_keys() -> str:
-    """Every key with its values if they are few, else with its default: what the shell completes (config/keys.txt)."""
+    """Every key with its values if they are few, else with its default, for shell completion (config/keys.txt)."""
     lines = []
     for path, schema in sections_of(RunConfig).items():
         for name, field in schema["properties"].items() if path and "[]" not in path else ():
@@ -51,7 +51,7 @@ def completion_keys() -> str:
 
 
 def _choices(schema: dict[str, Any]) -> list[str]:
-    """The values of a key that has few."""
+    """The values of a key that has only a few."""
     match schema:
         case {"enum": values}:
             return list(values)

@@ -36,7 +36,7 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.tensors import LayerRange
 
 MAX_RANKS = 2**16
-MOST = 2**31 - 1  # of whatever is counted: more does not fit into 32 bits
+MOST = 2**31 - 1  # for any count, so that it fits into 32 bits
 Count = Annotated[int, Field(ge=1, le=MOST)]
 CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -53,7 +53,8 @@ class Section(BaseModel):
     )
 
     def rules(self) -> Iterator[Broken | str]:
-        """The broken rules over several keys, each found by the smallest section that has them all; or sentences."""
+        """Yields the broken rules that involve several keys, as Broken or as sentences. The smallest section that has
+        all of the keys checks a rule."""
         yield from ()
 
     @model_validator(mode="after")
@@ -149,7 +150,7 @@ class ScheduleSection(Section):
     replan: bool | None = None
     """search the order of auto once more with the costs measured in the first steps, and change to a faster one with
     the same bits (docs/auto.md); null: true for auto, which alone has a choice"""
-    _order: Program | None = PrivateAttr(None)  # that a run has been re-planned to; no file has it
+    _order: Program | None = PrivateAttr(None)  # the order that a run was re-planned to; in no file
 
     @property
     def options(self) -> ScheduleOptions:
@@ -157,7 +158,7 @@ class ScheduleSection(Section):
 
     @property
     def order(self) -> Program | None:
-        """The compute order of auto that the run has been re-planned to, if it has."""
+        """The compute order that a run with schedule auto was re-planned to, if it was."""
         return self._order
 
     def with_order(self, order: Program) -> ScheduleSection:
@@ -166,7 +167,7 @@ class ScheduleSection(Section):
         return changed
 
     def layer_rules(self, pp: int, stages: int, layers: int) -> Iterator[str]:
-        """`stages` are those of the schedule; how many auto has, only its program tells."""
+        """`stages` are the schedule's; with auto, only its program tells how many there are."""
         sizes = self.layers_per_stage
         if sizes is None:
             return
@@ -266,7 +267,7 @@ class MemorySection(Section):
             yield Broken("offload_fraction", "0, or memory.max_resident_microbatches = null", found)
 
     def _row_rules(self) -> Iterator[Broken]:
-        """The rules for recomputing some of the rows."""
+        """The rules for recomputing only some rows."""
         if self.mode == "auto" or ROW_WISE.isdisjoint(recomputed_parts(self.mode)) or self.mode == "full":
             found = f"{config_text(self.mode)}, but memory.recompute_fraction is {self.recompute_fraction}"
             yield Broken("recompute", "attention, selective, or a list with mlp, qkv_linear or attn_proj", found)
@@ -281,31 +282,33 @@ class MemorySection(Section):
 
     @property
     def mode(self) -> str:
-        """As a plan has it, or auto."""
+        """The mode, as in a plan, or auto."""
         return self.recompute if isinstance(self.recompute, str) else mode_of(self.recompute)
 
     @property
     def by_layer(self) -> bool:
-        """Whether units are of one layer by default."""
+        """Whether units have one layer by default."""
         return self.recompute != "none" or self.offload_fraction != 0
 
     def fractions(self, layers: Sequence[LayerRange]) -> tuple[float, ...]:
-        """The shares of the bytes that units with these layers offload (see Plan): none of embeddings and heads by
-        themselves. Empty where max_resident_microbatches decides."""
-        if not self.offload_fraction or self.offload_fraction == "auto":  # which the planner replaces
+        """The share of saved bytes that each unit offloads, given the units' layers (see Plan); 0 for units of only an
+        embedding or a head. Empty if max_resident_microbatches decides."""
+        if not self.offload_fraction or self.offload_fraction == "auto":  # the planner replaces auto
             return ()
         return tuple(self.offload_fraction if unit.numbers else 0.0 for unit in layers)
 
     def modes(self, units: Sequence[int], layers: Sequence[LayerRange]) -> tuple[str, ...]:
-        """What each unit with these layers recomputes (see Plan), where stage s has `units[s]`; empty if none does.
+        """What each unit recomputes, given the units' layers (see Plan), with `units[s]` units in stage s; empty if
+        none does.
 
-        Embeddings and heads by themselves recompute nothing, and nothing does before the planner's choice for `auto`.
+        Units of only an embedding or a head recompute nothing, and with `auto` nothing does until the planner has
+        chosen.
         """
         if self.recompute in ("none", "auto"):
             return ()
         chosen = range(len(units)) if self.recompute_stages is None else self.recompute_stages
         stage_of = (stage for stage, count in enumerate(units) for _ in range(count))
-        modes, before = list[str](), Counter[int]()  # by stage, the layers of earlier units
+        modes, before = list[str](), Counter[int]()  # by stage, the number of layers in earlier units
         for stage, unit in zip(stage_of, layers, strict=True):
             is_early = self.recompute_layers is None or before[stage] < self.recompute_layers
             modes.append(self.mode if stage in chosen and is_early and unit.numbers else "none")
@@ -315,8 +318,8 @@ class MemorySection(Section):
     def options(
         self, units: tuple[int, ...], layers: Sequence[LayerRange], fractions: Sequence[float] = ()
     ) -> MemoryOptions:
-        """The options of a program whose units have these layers and offload these `fractions`, and whose stage s has
-        `units[s]` of them."""
+        """The options of a program whose units have these layers and offload these `fractions`, with `units[s]` units
+        in stage s."""
         recompute = frozenset(unit for unit, mode in enumerate(self.modes(units, layers)) if mode != "none")
         is_cut = max(units) > 1
         offload = frozenset(unit for unit, fraction in enumerate(fractions) if fraction)

@@ -89,7 +89,7 @@ class OptimizerSection(Section):
             yield from self.phase_rules("optimizer.decay_steps", self.decay_steps)
 
     def group_rules(self, model: ModelSpec, lora: LoraSpec | None = None) -> Iterator[str]:
-        """Every pattern matches a tensor that is trained."""
+        """Every pattern must match a tensor that is trained."""
         if not self.groups:
             return
         names = sorted({original_name(each) for each in trained_tensors(model, lora)})
@@ -100,7 +100,7 @@ class OptimizerSection(Section):
                 yield f"optimizer.groups[{number}].pattern is {shown(group.pattern)}: expected {expected}"
 
     def phase_rules(self, name: str, decay_steps: int, prefix: str = "") -> Iterator[Broken]:
-        """The phases must fit into a schedule of `decay_steps`, which the key `name` gives."""
+        """The phases must fit into a schedule of `decay_steps`, which is the value of the key `name`."""
         curve = self.curve(decay_steps)
         if curve.warmup_steps > decay_steps:
             yield Broken(f"{prefix}warmup_steps", f"at most {name} = {decay_steps}")
@@ -146,7 +146,7 @@ class SpikesSection(Section):
 
     @property
     def spec(self) -> SpikeSpec | None:
-        """None where ranks need not look for spikes."""
+        """None if ranks need not look for spikes."""
         return None if self.policy == "none" else SpikeSpec(self.threshold, self.window, self.min_steps)
 
 
@@ -247,7 +247,7 @@ class ZeroSection(Section):
             yield Broken("prefetch", expected, f"{self.prefetch} {stage}")
 
     def mesh_rules(self, mesh: MeshSection, *, has_experts: bool) -> Iterator[Broken]:
-        """The ranks that hold the same experts, and so those that hold the same of all else, must fill groups."""
+        """Ranks that hold the same experts must fill groups; so those that hold the same other parameters do too."""
         holders = _holders(mesh, has_experts=has_experts)
         if self.shards is not None and holders % self.shards:
             fitting = [str(count) for count in range(2, holders + 1) if holders % count == 0]
@@ -256,8 +256,7 @@ class ZeroSection(Section):
             yield Broken("zero.shards", f"{expected}, since {holders} ranks hold the same {held}")
 
     def shards_on(self, mesh: MeshSection, *, has_experts: bool) -> int | None:
-        """`shards` on another mesh: the next larger number where as many do not fit, so that no rank needs more
-        memory."""
+        """`shards` on another mesh: if they do not fit, the next larger number, so that no rank needs more memory."""
         if self.shards is None:
             return None
         holders = _holders(mesh, has_experts=has_experts)
@@ -265,5 +264,6 @@ class ZeroSection(Section):
 
 
 def _holders(mesh: MeshSection, *, has_experts: bool) -> int:
-    """Ranks that hold the same parameters; of experts, if there are any, which are the fewest. Mirrors aside."""
+    """The number of ranks that hold the same parameters, mirrors aside: of experts if there are any, as these have the
+    fewest."""
     return mesh.replicas // mesh.ep if has_experts else mesh.replicas

@@ -1,4 +1,4 @@
-"""Which pentad this is."""
+"""The version of pentad."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def release() -> str:
-    """The installed package's version, or "checkout" where pentad runs from its sources."""
+    """The installed package's version, or "checkout" if pentad runs from its sources."""
     try:
         return version("pentad")
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""YAML with the scalars of YAML 1.2 and no duplicate keys: `1e-3` is a number, `on` and `2024-01-01` are text.
+"""YAML with the scalars of YAML 1.2 and without duplicate keys: `1e-3` is a number, `on` and `2024-01-01` are text.
 
-Aliases stand for what they repeat: a text of some bytes may not become a million values.
+The number of values is limited with aliases expanded: a few bytes of text may not become a million values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml
 
 from pentad.schedules.ir.errors import PentadError
 
-MOST_VALUES = 100_000  # of a text, with aliases written out
+MOST_VALUES = 100_000  # of a text, with aliases expanded
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _INTEGER = rf"(?:0|(?!0){_DIGITS})"
 _SCALARS = {
@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (AttributeError, LookupError, TypeError):  # `!!timestamp` and other tags whose value is no such thing
+        except (AttributeError, LookupError, TypeError):  # `!!timestamp` and other tags whose value is of another type
             problem = f"{node.tag} has another value than its type"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
@@ -57,7 +57,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Scalars and collections in a node, repeated ones counted again. Raises MarkedYAMLError if it holds itself."""
+    """The number of scalars and collections in a node, with repeated ones counted again. Raises MarkedYAMLError if it
+    contains itself."""
     if (found := known.get(id(node))) == 0:
         raise yaml.MarkedYAMLError(problem="an alias refers to a value that contains it", problem_mark=node.start_mark)
     if found is None:
@@ -82,7 +83,7 @@ for _kind in ("int", "float"):
 
 
 def load_yaml(text: str, source: str) -> Any:
-    """Plain data. Raises PentadError with the name of the `source` and the line and column of the error."""
+    """Plain data. Raises PentadError with the name of the `source` and the error's line and column."""
     try:
         return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:

@@ -1,4 +1,4 @@
-"""Figures of a GPU that the table does not have: measured in a process of its own, in about ten seconds."""
+"""Figures of a GPU that the table lacks: measured in a separate process, in about ten seconds."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def measured_gpu(name: str) -> Gpu:
 
 
 def gpu_of(found: dict[str, float]) -> Gpu:
-    """The figures as attained; links between GPUs are taken for PCIe, like that to the host."""
+    """The attained figures; links between GPUs are assumed to be PCIe, like the link to the host."""
     link = found["host_link"] or PCIE4
     return Gpu(int(found["memory"]), found["bf16"], found["fp8"], found["bandwidth"], link, link, MEASURED)

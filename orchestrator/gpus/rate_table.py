@@ -20,9 +20,9 @@ MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".peer_issue", ".layer_issue"
 
 
 class RateTable(BaseModel):
-    """`gpu` is the name that CUDA has for it, or CPU; `measured` the date, `ranks` the number of ranks and hosts, and
+    """`gpu` is CUDA's name for the GPU, or CPU. `measured` is the date, `ranks` the number of ranks and of hosts, and
     `assumed` names the rates that could not be measured with those. `refined` are the runs whose measured costs have
-    changed the rates since. `kernels` are timings of all configurations that this GPU was calibrated for."""
+    changed the rates since. `kernels` are timings for all configurations that this GPU was calibrated for."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -37,13 +37,13 @@ class RateTable(BaseModel):
 
 
 def place_of(gpu: str) -> Path:
-    """Where the table of a GPU is in the user's cache folder."""
+    """The file of a GPU's table in the user's cache folder."""
     cache = expanded(os.environ.get("PENTAD_CACHE") or "~/.cache/pentad")
     return cache / "rates" / f"{gpu.replace(' ', '-').replace('/', '-')}.json"
 
 
 def require_place(path: Path) -> None:
-    """Raises PentadError where no table can be written."""
+    """Raises PentadError if no table can be written there."""
     if path.is_dir():
         raise PentadError(f"{path} is a folder: expected a file")
     _write(path, None)
@@ -55,7 +55,7 @@ def write_table(table: RateTable, path: Path) -> None:
 
 
 def _write(path: Path, text: str | None) -> None:
-    """None: tries only."""
+    """Writes `text`; None: only tries whether it could."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,8 @@ def read_rates(path: Path, gpu: str, key: str = "cluster.rates") -> Rates:
 
 
 def read_table(path: Path, gpu: str, key: str = "cluster.rates") -> RateTable:
-    """The table of this GPU. Raises PentadError for a file that `pentad calibrate` did not write, or of another one."""
+    """The table of this GPU. Raises PentadError for a file that `pentad calibrate` did not write, or that is of another
+    GPU."""
     try:
         written = path.stat().st_mtime_ns
     except OSError:
@@ -83,7 +84,7 @@ def read_table(path: Path, gpu: str, key: str = "cluster.rates") -> RateTable:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, gpu: str, key: str, written: int) -> RateTable:
-    """The table in the file as it was written at that time: a search makes hundreds of plans with it."""
+    """Cached by the time at which the file was `written`, as a search makes hundreds of plans with it."""
     expected = f"{key} is {path}: expected a table that `pentad calibrate` wrote for {gpu}"
     try:
         table = RateTable.model_validate_json(path.read_text(encoding="utf-8"))
@@ -103,7 +104,8 @@ def _read(path: Path, gpu: str, key: str, written: int) -> RateTable:
 
 
 def _impossible(value: Any, name: str) -> str:
-    """What is wrong with the first figure that is not finite and above 0; some MAY_BE_ZERO."""
+    """What is wrong with the first figure that is not finite and above 0; those in MAY_BE_ZERO may be 0. '' if nothing
+    is."""
     if isinstance(value, dict):
         return next(filter(None, (_impossible(each, f"{name}.{key}") for key, each in value.items())), "")
     if isinstance(value, (list, tuple)):

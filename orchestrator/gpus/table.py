@@ -1,4 +1,4 @@
-"""Figures of GPUs by their data sheets, under the names that CUDA gives them."""
+"""Figures of GPUs from their data sheets, by CUDA's names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ GB, GIB, TFLOPS = 10**9, 2**30, 1e12
 
 
 class Gpu(NamedTuple):
-    """`memory` are the bytes that CUDA offers, `bf16` and `fp8` the FLOP/s of dense products (sums in float32; fp8 0:
-    it has none). `bandwidth` is that of its memory, `link` that to another GPU of its host, and `host_link` that to the
-    host, each in one direction, in bytes/s."""
+    """`memory` are the bytes that CUDA offers, `bf16` and `fp8` the FLOP/s of dense products with float32 sums (fp8 0:
+    the GPU has none). `bandwidth` is that of its memory, `link` that to another GPU of its host, and `host_link` that
+    to the host, each in one direction, in bytes/s."""
 
     memory: int
     bf16: float
@@ -45,4 +45,4 @@ GPUS = {
     "NVIDIA GeForce RTX 5090": _gpu(31, 209, 419, 1792, PCIE5, PCIE5, "RTX Blackwell GPU architecture white paper"),
     "NVIDIA GeForce RTX 4090": _gpu(23, 165, 330, 1008, PCIE4, PCIE4, "Ada GPU architecture white paper"),
 }
-ASSUMED_GPU = "NVIDIA H200"  # on a machine without GPUs, unless the configuration names one
+ASSUMED_GPU = "NVIDIA H200"  # on a machine without GPUs, unless configured

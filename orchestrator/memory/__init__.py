@@ -1,1 +1,1 @@
-"""Fits a run into the memory of its ranks: what to recompute and keep, what to change, and what is held when."""
+"""Fits a run into its ranks' memory: what to recompute and keep, what to change, and what is held when."""

@@ -24,14 +24,14 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
-# Overrides for what does not fit without them.
+# Overrides that are suggested only if nothing fits without them.
 ON_HOST = ("memory.offload_fraction=1.0",), ("memory.optimizer=host",)
 ALL_RECOMPUTED = {"recompute": "full", "recompute_layers": None, "recompute_stages": None, "recompute_fraction": 1.0}
 MOST_PLANNED = 8_000  # layers x microbatches, beyond which planning every change takes minutes
 
 
 class _Change(NamedTuple):
-    """Overrides with which a run fits, the plan with them, and its seconds."""
+    """Overrides with which a run fits, the plan with them, and the seconds of its step."""
 
     seconds: float
     words: Words
@@ -40,10 +40,10 @@ class _Change(NamedTuple):
 
 
 def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
-    """A sentence with the change of ZeRO's stage, of recomputation or of the microbatches that costs least of those
-    with which the run fits, by simulation at guessed costs, and with what it takes without the slots of peer copies, if
-    they are too much; where none of these suffices, with what else is kept in host memory; or that nothing does. Of a
-    run that is too large for that only a few changes are tried, which the sentence says."""
+    """A sentence with the change that makes the run fit at the least cost, by simulation at guessed costs: of ZeRO's
+    stage, recomputation or the number of microbatches; and the cost over NCCL, if slots of peer copies are too large.
+    If none of these suffices, with what to keep in host memory as well; or that nothing does. For runs too large to
+    plan every change, only a few are tried, and the sentence says so."""
     advice = _Advice(config, plan, fit.device, [(fit.needed, Words())])
     layers, count = config.model.layers, shortened(config).schedule.microbatches
     if layers * count > MOST_PLANNED:
@@ -62,20 +62,20 @@ def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
 
 
 class _Advice:
-    """On a run in this much memory. What does not fit is added to `tried`."""
+    """Changes to a run on devices with this much memory. What does not fit is added to `tried`."""
 
     def __init__(self, config: RunConfig, plan: Plan, room: DeviceMemory, tried: Tried) -> None:
         self.config, self.plan, self.room, self.tried = config, plan, room, tried
-        self._fitting, self._change = cache(self._find_fitting), cache(self._make_change)  # of these overrides
+        self._fitting, self._change = cache(self._find_fitting), cache(self._make_change)  # both by overrides
 
     def nearest(self, changed: Iterable[Words]) -> str:
-        """A sentence with what is `found`, '' if there is nothing."""
+        """A sentence with the changes `found`; '' if there are none."""
         sentences = "; or ".join(_sentence(each, self.plan, self.room) for each in self.found([*changed]))
         return f"it fits {sentences}, at assumed rates" if sentences else ""
 
     def of_most(self) -> str:
-        """A sentence with all of ZeRO and of recomputation, or with one of them if that suffices; else with all that
-        may be in host memory as well."""
+        """A sentence with full ZeRO and recomputation, or with only one of them if that suffices; else with everything
+        in host memory that can be."""
         zero = next(reversed(_more_zero(self.config)), ())
         section = self.config.memory
         again = {key: value for key, value in ALL_RECOMPUTED.items() if getattr(section, key) != value}
@@ -100,8 +100,8 @@ class _Advice:
         return None
 
     def found(self, changed: Sequence[Words]) -> list[_Change]:
-        """The cheapest of these changes with which the run fits; and, where its slots of peer copies are too much, with
-        NCCL instead, if that costs less or is all that has to change."""
+        """The cheapest of these changes with which the run fits. If its slots of peer copies are too large, also the
+        cheapest over NCCL, if that costs less or is all that has to change."""
         found = list(filter(None, [self._cheapest(changed)]))
         if has_copy_slots(self.plan):
             over_nccl = self._cheapest([(*NCCL, *words) for words in changed])
@@ -112,13 +112,13 @@ class _Advice:
 
     def _cheapest(self, changed: Iterable[Words]) -> _Change | None:
         found = [each for words in changed for each in self._fitting(words)]
-        found.sort(key=lambda each: (each[0], len(each[1]), each[1]))  # of equals the least change
+        found.sort(key=lambda each: (each[0], len(each[1]), each[1]))  # of equals, the smallest change
         return next(filter(None, (self._change(words) for _, words in found)), None)
 
     def _find_fitting(self, words: Words) -> list[tuple[float, Words]]:
-        """Seconds of a step, and overrides, for what can be recomputed beside these for the run to fit."""
+        """(seconds of a step, overrides): these overrides, plus what has to recompute for the run to fit."""
         found = list[tuple[float, Words]]()
-        with suppress(PentadError):  # the schedule or the model does not allow this change
+        with suppress(PentadError):  # a change that the schedule or the model does not allow
             fitting = _fitting(with_words(self.config, words), self.plan.device, self.room, self.tried)
             found += ((seconds, (*words, *recompute)) for seconds, recompute in fitting)
         return found
@@ -146,8 +146,8 @@ def _sentence(change: _Change, plan: Plan, room: DeviceMemory) -> str:
 
 
 def _fitting(config: RunConfig, device: str, room: DeviceMemory, tried: Tried) -> Iterator[tuple[float, Words]]:
-    """(seconds of a step, overrides) for what can be recomputed for the run to fit. The seconds of the fastest are
-    estimated, those of the others in proportion to what their first microbatches take."""
+    """(seconds of a step, overrides) for what can be recomputed so that the run fits. The seconds of the fastest are
+    estimated for the full step; the others are scaled by the time of their first microbatches."""
     variants = Variants(shortened(config), device, room)
     found = sorted((variants.seconds(plan), words) for words, plan in fitting_recompute(variants, tried, slower=True))
     if found:
@@ -157,8 +157,8 @@ def _fitting(config: RunConfig, device: str, room: DeviceMemory, tried: Tried) -
 
 
 def changes(config: RunConfig) -> Iterator[Words]:
-    """Overrides of ZeRO, of the microbatches and of kept logits that need less memory, alone and together; first
-    nothing."""
+    """Overrides of ZeRO, the number of microbatches and kept logits that need less memory, alone and combined; the
+    first is empty."""
     zero = [(), *_more_zero(config)]
     rows = config.batch.global_batch_size // (config.mesh.dp * config.mesh.ep)
     more = [count for count in (2 * config.schedule.microbatches, rows) if config.schedule.microbatches < count <= rows]
@@ -168,7 +168,7 @@ def changes(config: RunConfig) -> Iterator[Words]:
 
 
 def _more_zero(config: RunConfig) -> list[Words]:
-    """Overrides with which more is sharded, or over more ranks; the last one needs least memory."""
+    """Overrides that shard more, or over more ranks; the last one needs the least memory."""
     stages: list[Words] = [(f"zero.stage={stage}",) for stage in range(config.zero.stage + 1, 4)]
     if config.zero.shards is None:
         return stages
@@ -176,7 +176,7 @@ def _more_zero(config: RunConfig) -> list[Words]:
 
 
 def _shown(words: Words) -> str:
-    """Without what is the default anyway."""
+    """The overrides, without what is the default anyway."""
     return " ".join(word for word in words if word != "memory.recompute_layers=null")
 
 

@@ -1,7 +1,7 @@
-"""data.capacity_factor: auto. The most tokens that a rank of data-aware groups can hold of a microbatch: where there is
-more room, documents need fewer ranks and balance better.
+"""data.capacity_factor: auto. The most tokens of a microbatch that a rank of data-aware groups can hold: with more
+room, documents need fewer ranks and balance better.
 
-Programs are the same whatever the capacity, so only bytes are counted again.
+The capacity does not change programs, so only bytes are counted anew.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pentad.orchestrator.planning.layout import grouped
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.spec.plan import Plan
 
-STEPS = 100  # of the even share, in which factors are chosen
-USEFUL = 3.0  # more room ends no simulated step earlier by 0.5 % (docs/data.md)
-OFFLOADED = (0.25, 0.5, 0.75, 1.0)  # for what more offloading would give
+STEPS = 100  # factors are chosen in hundredths of the even share
+USEFUL = 3.0  # more room shortens no simulated step by 0.5 % (docs/data.md)
+OFFLOADED = (0.25, 0.5, 0.75, 1.0)  # tried to see what more offloading would gain
 
 
 Limit = Literal["device", "host", "useful"]
 
 
 class Capacity(NamedTuple):
-    """The chosen `factor`, the `tokens` of it, and what a larger one lacks: memory of the 'device', which `needed`
-    bytes would exceed, or of the 'host'; or that it is not 'useful'. `offloaded` has what larger values of
-    memory.offload_fraction would allow."""
+    """The chosen `factor`, its `tokens`, and what limits it: memory of the 'device', which a larger one would exceed
+    with `needed` bytes, memory of the 'host', or that more is not 'useful'. `offloaded`: the factors that larger values
+    of memory.offload_fraction would allow."""
 
     factor: float
     tokens: int
@@ -45,9 +45,9 @@ class Capacity(NamedTuple):
 
 
 def fitting_factor(config: RunConfig, plan: Plan, room: DeviceMemory) -> float:
-    """The largest factor up to USEFUL with which the plan of a configuration fits on devices with this memory and on
-    their hosts; 1 if none does."""
-    low, high = STEPS, int(USEFUL * STEPS) + 1  # the least is taken to fit, `high` not to
+    """The largest factor up to USEFUL with which a configuration's plan fits on devices with this memory and on their
+    hosts; 1 if none fits."""
+    low, high = STEPS, int(USEFUL * STEPS) + 1  # `low` is taken to fit, `high` not to
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(config, plan, room, middle / STEPS) else (low, middle)
@@ -55,7 +55,7 @@ def fitting_factor(config: RunConfig, plan: Plan, room: DeviceMemory) -> float:
 
 
 def capacity_of(config: RunConfig, plan: Plan, room: DeviceMemory, factor: float) -> Capacity:
-    """Why the `fitting_factor` of a plan is no larger, and what would make it so."""
+    """Why a plan's `fitting_factor` is no larger, and what would allow more."""
     wider = with_capacity(plan, factor + 1 / STEPS)
     needed, is_enough = fit_of(wider, room).needed, factor >= USEFUL
     limit: Limit = "useful" if is_enough else "device" if needed > room.bytes else "host"
@@ -66,7 +66,7 @@ def capacity_of(config: RunConfig, plan: Plan, room: DeviceMemory, factor: float
 
 
 def with_capacity(plan: Plan, factor: float) -> Plan:
-    """The plan that the configuration with this factor has."""
+    """The plan of the configuration with this factor."""
     return with_slots(replace(plan, batch=grouped(plan, factor)))
 
 

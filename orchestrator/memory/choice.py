@@ -1,8 +1,8 @@
-"""memory.logits: auto; memory.recompute: auto, and zero.max_gathered: auto: what fits and takes the least simulated
-time; then data.document_costs: auto, those at the plan's rates, and data.capacity_factor: auto, as many tokens as there
-is room for.
+"""memory.logits: auto, memory.recompute: auto and zero.max_gathered: auto: the values that fit with the least simulated
+time; then data.document_costs: auto, at the plan's rates, and data.capacity_factor: auto, as many tokens as there is
+room for.
 
-All end as ordinary values of the configuration, so a run with `auto` is the one with these values, bit by bit.
+All become ordinary values of the configuration, so a run with `auto` equals the run with these values bit by bit.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ Tried = list[tuple[int, Words]]  # bytes that the fullest rank needs with these 
 
 
 class Choice(NamedTuple):
-    """Overrides in place of `auto`, and the plan with them."""
+    """Overrides that replace `auto`, and the plan with them."""
 
     words: Words
     plan: Plan
 
 
 def with_choices(config: RunConfig, device: str, room: DeviceMemory) -> RunConfig:
-    """The configuration with the planner's choices in place of `auto`, for ranks with this memory."""
+    """The configuration with every `auto` replaced by the planner's choice, for ranks with this memory."""
     found = choose(config, device, room)
     return config if found is None else with_words(config, found.words)
 
 
 def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
-    """What takes the place of `auto`; None without it. Room for more tokens than the even share is what the fastest
-    plan leaves. Raises PentadError if the configuration allows nothing."""
+    """What replaces `auto`; None if there is no `auto`. The capacity factor gets the memory that the fastest plan
+    leaves. Raises PentadError if the configuration allows nothing."""
     found, data = _with_logits(config, device, room), config.data
     if data.balance == "none" or AUTO not in (data.capacity_factor, data.document_costs):
         return found
@@ -61,8 +61,8 @@ def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
 
 
 def _with_logits(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
-    """Logits are kept if the run then fits without other choices. Otherwise the best of those is taken for kept logits,
-    or for logits that are made again: whichever takes less time."""
+    """Logits are kept if the run then fits without other choices. Otherwise those choices are made both with kept and
+    with recomputed logits, and the faster result is taken."""
     if not are_open(config, device):
         return _fastest(config, device, room)
     others = without_other_choices(config)
@@ -79,14 +79,14 @@ def _with_logits(config: RunConfig, device: str, room: DeviceMemory) -> Choice |
 
 
 def _cost(plan: Plan, room: DeviceMemory) -> tuple[bool, float]:
-    """Less is better: seconds of what fits, then bytes of what does not."""
+    """Lower is better: seconds if the plan fits, bytes if not; what fits always comes first."""
     fit = fit_of(plan, room)
     return not fit.ok, simulated_seconds(plan) if fit.ok else fit.needed
 
 
 def _fastest(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
-    """The plan that fits with the least simulated time, then the least recomputation and memory; if nothing fits, that
-    which needs least."""
+    """The plan that fits with the least simulated time, then with the least recomputation and memory; if none fits, the
+    one that needs the least."""
     if AUTO not in (config.memory.recompute, config.zero.max_gathered):
         return None
     tried, found = Tried(), list[tuple[float, int, Words]]()
@@ -109,10 +109,10 @@ def _fastest(config: RunConfig, device: str, room: DeviceMemory) -> Choice | Non
 
 
 def fitting_recompute(variants: Variants, tried: Tried, *, slower: bool = False) -> Iterator[tuple[Words, Plan]]:
-    """Overrides of memory.recompute that fit, and the plans with them: as it is ('none' for auto) if that fits, else
-    for each combination of parts of layers that has all it recomputes now, and for 'full', the fewest layers; those
-    that take no more time in any unit, with no more units, than another one only if `slower`. Adds what does not fit
-    to `tried`."""
+    """Overrides of memory.recompute that fit, with their plans: unchanged ('none' for auto) if that fits. Otherwise the
+    fewest layers for 'full' and for each combination of parts of layers that includes all that now recompute. Unless
+    `slower`, a combination that is no faster in any unit than another one is tried only with fewer layers than that.
+    Adds what does not fit to `tried`."""
     as_it_is, plan = variants.as_it_is
     if (fit := variants.fit(plan)).ok:
         yield as_it_is, plan
@@ -133,12 +133,12 @@ def fitting_recompute(variants: Variants, tried: Tried, *, slower: bool = False)
 
 
 def _recompute_seconds(plan: Plan) -> Array:
-    """By unit."""
+    """Seconds of RECOMPUTE by unit."""
     return np.array(costs_of(plan).recompute)
 
 
 def _modes_with(mode: str, model: ModelSpec) -> Iterator[str]:
-    """Modes that recompute what this one does, or more: every combination of parts, by its short name if it has one."""
+    """Modes that recompute at least what `mode` does: every combination of parts, by its short name if it has one."""
     parts = parts_of(model)
     short = {recomputed_parts(each).intersection(parts): each for each in ("selective", "attention", mode)}
     for count in range(1, len(parts) + 1):
@@ -150,7 +150,7 @@ def _modes_with(mode: str, model: ModelSpec) -> Iterator[str]:
 
 
 def _fewest_layers(variants: Variants, mode: str, every: Plan, below: int, tried: Tried) -> int | None:
-    """Bisects memory.recompute_layers, of which `every` has all; None if as many as are `below` this do not fit."""
+    """Bisects memory.recompute_layers; `every` has all layers. None if even `below` - 1 layers do not fit."""
     if not (high := below - 1):
         return None
     if high < largest_stage(every):
@@ -159,7 +159,7 @@ def _fewest_layers(variants: Variants, mode: str, every: Plan, below: int, tried
     elif not (fit := variants.fit(every)).ok:
         tried.append((fit.needed, variants.words(mode)))
         return None
-    low = 0  # with `low` layers it does not fit, with `high` it does
+    low = 0  # does not fit with `low` layers, fits with `high`
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if variants.fits(variants.plan(mode, middle)) else (middle, high)
@@ -167,7 +167,7 @@ def _fewest_layers(variants: Variants, mode: str, every: Plan, below: int, tried
 
 
 def _gathered(config: RunConfig, device: str) -> Iterator[Words]:
-    """Two units at once, or all of a rank through all its microbatches, however small they are."""
+    """Two units at once, or all units of a rank throughout its microbatches, at the smallest unit size."""
     if config.zero.max_gathered != AUTO:
         yield ()
         return
@@ -181,5 +181,5 @@ def _no_recompute(config: RunConfig) -> Words:
 
 
 def _no_gathering(config: RunConfig) -> Words:
-    """The default of zero.max_gathered, which needs least; an override after it has the last word."""
+    """The default of zero.max_gathered, which needs the least memory; an override after it takes precedence."""
     return ("zero.max_gathered=null",) if config.zero.max_gathered == AUTO else ()

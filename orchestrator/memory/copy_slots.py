@@ -1,4 +1,4 @@
-"""cluster.transport nccl where the slots of peer copies are too much: it needs none."""
+"""Suggests cluster.transport nccl, which needs no slots, where the slots of peer copies take too much memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
 NCCL: Words = ("cluster.transport=nccl",)
-WORTH = 0.01  # of a step: less is no reason to change anything
+WORTH = 0.01  # of a step: a smaller gain is not worth a change
 
 
 def has_copy_slots(plan: Plan) -> bool:
@@ -31,15 +31,15 @@ def most_copied(plan: Plan) -> int:
 
 
 def saved_by_nccl(plan: Plan, copied: Plan, room: DeviceMemory) -> int:
-    """Bytes of the fullest rank that a plan over NCCL, which fits, would need more with the transport of the `copied`
-    one, if it would not fit then; else 0."""
+    """The bytes that a fitting plan over NCCL saves on its fullest rank compared with the transport of `copied`, if it
+    would not fit with that; else 0."""
     other = fit_of(replace(plan, transport=copied.transport), room)
     return 0 if other.ok else other.needed - fit_of(plan, room).needed
 
 
 def copy_slots_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
-    """A sentence if the planner, which chose what this plan recomputes and offloads, would choose less without slots of
-    peer copies, for a shorter step; else ''."""
+    """A sentence if the planner chose this plan's recomputation and offloading, and without slots of peer copies would
+    choose less of them and a shorter step; else ''."""
     section = config.memory
     is_open = AUTO in (section.recompute, section.recompute_fraction, section.offload_fraction, section.logits)
     if not (is_open and has_copy_slots(plan)):
@@ -61,6 +61,6 @@ def copy_slots_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
 
 
 def _least_seconds(config: RunConfig, plan: Plan, room: DeviceMemory) -> float:
-    """Of a step with any recomputation and offloading: with none, in as much memory as that takes."""
+    """A lower bound on the seconds of a step, whatever recomputes or is offloaded: as if memory had no limit."""
     changed = with_words(config, (*without_other_choices(config), *(KEEP if config.memory.logits == AUTO else ())))
     return simulated_seconds(make_plan(changed, plan.device, memory=replace(room, bytes=2**62), proved=False))

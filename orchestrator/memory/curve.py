@@ -1,4 +1,4 @@
-"""What a rank holds over a simulated step, by kind and by unit: the planner's estimate, moment by moment."""
+"""What a rank holds during a simulated step, by kind and by unit: the planner's estimate at every moment."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
 
-MOST_SAMPLES = 480  # of a rank: of those beyond, the highest in each part of the step
+MOST_SAMPLES = 480  # of a rank; of more, the highest in each part of the step are kept
 ON_COMPUTE_LANE = COMPUTE | {Op.RECOMPUTE}
 Change = tuple[float, int]  # second, bytes
 
 
 def memory_curves(plan: Plan, timeline: Timeline | None = None) -> list[MemoryCurve]:
-    """By pipeline rank, over a step simulated at guessed costs, or as in `timeline`."""
+    """By pipeline rank, for a step simulated at guessed costs, or for that of `timeline`."""
     timeline = timeline or simulate(plan.program, costs_of(plan))
     spans = {(span.rank, span.name): (span.start, span.end) for span in timeline.spans}
     needs = memories(plan)
@@ -39,7 +39,7 @@ def memory_curves(plan: Plan, timeline: Timeline | None = None) -> list[MemoryCu
 
 
 def planned_memory(plan: Plan) -> DrawnMemory:
-    """The bytes that a step's instructions take and free, beside those that each rank holds all the time."""
+    """The bytes that a step's instructions take and free, and those that each rank holds throughout."""
     starts, ends, fixed = list[int](), list[int](), list[int]()
     needs = memories(plan)
     for pp, stream in enumerate(plan.program.streams):
@@ -53,13 +53,14 @@ def planned_memory(plan: Plan) -> DrawnMemory:
 
 
 def _changes(parts: list[Instruction], held: list[int], peaks: list[int], order: list[int]) -> list[list[int]]:
-    """At the start and at the end of each instruction of a stream, which run in this order. A RELOAD's memory is taken
-    with the compute before it, as in `_activations`, and that of a pair whose forward runs last with its backward."""
+    """The changes at the start and at the end of each instruction of a stream, which run in this order. As in
+    `_activations`, a RELOAD's memory is taken with the compute before it; that of a pair whose forward runs last, with
+    its backward."""
     changes = [[0, 0] for _ in parts]
     last, before, pending = -1, 0, 0
     for row, after, peak in zip(order, held, peaks, strict=True):
         part = parts[row]
-        if row < last:  # the forward: more is taken only where it needs more than the backward did
+        if row < last:  # the forward of a pair, which takes more only if it needs more than the backward did
             more = max(0, peak - before + changes[last][1])
             changes[last] = [changes[last][0] + more, changes[last][1] - more + after - before]
         elif part.op in ON_COMPUTE_LANE:
@@ -120,8 +121,9 @@ def _in_use(
 def _activations(
     plan: Plan, pp: int, times: list[tuple[Instruction, float, float]]
 ) -> tuple[list[tuple[float, dict[int, int], int]], int]:
-    """(second, bytes by unit, of a workspace) after each change, and the most at once. Memory is taken in the order of
-    the stream: that of a RELOAD with the compute before it, though the copy runs beside the next."""
+    """(second, bytes by unit, bytes of a workspace) after each change, and the most bytes at once. Memory is taken in
+    the order of the stream; a RELOAD takes it with the compute before it, though its copy overlaps with the next one.
+    """
     by_unit, before = defaultdict[int, int](int), 0
     found, latest = [(0.0, dict[int, int](), 0)], 0.0
     held, peaks = bytes_over_stream(plan, plan.program, pp)
@@ -141,7 +143,7 @@ def _activations(
 def _merged(
     gathered: list[Change], summed: list[Change], activations: list[tuple[float, dict[int, int], int]], units: list[int]
 ) -> Iterator[Sample]:
-    """A sample at every change of any of them."""
+    """A sample at every change in any of the three."""
     held = [list(accumulate((size for _, size in changes), initial=0)) for changes in (gathered, summed)]
     seconds = [[change[0] for change in gathered], [change[0] for change in summed], [each[0] for each in activations]]
     for time in sorted({time for times in seconds for time in times}):
@@ -152,7 +154,7 @@ def _merged(
 
 
 def _thinned(samples: Iterator[Sample], pools: int) -> list[Sample]:
-    """At most MOST_SAMPLES: the highest of each of this many equal parts of the time, at its start."""
+    """At most MOST_SAMPLES: the highest of each of this many equal parts of the time, at the start of the part."""
     found = list(samples)
     if len(found) <= MOST_SAMPLES:
         return found

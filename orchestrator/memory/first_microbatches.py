@@ -1,4 +1,4 @@
-"""The first microbatches of a step: they have its peak of memory, and give its time, in a small program."""
+"""The first microbatches of a step: they reach its peak of memory, and predict its time, with a small program."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FEWEST = 4
 
 
 def shortened(config: RunConfig, rounds: int = ROUNDS) -> RunConfig:
-    """The run with microbatches of the same size, `rounds` for each pipeline rank; as it is if it has no more, or if
-    what it holds depends on their number."""
+    """The run with `rounds` microbatches of the same size for each pipeline rank. Unchanged if it has no more than
+    that, or if what it holds depends on their number."""
     section, count = config.schedule, max(FEWEST, rounds * config.mesh.pp)
     is_steady = section.name in CATALOGUE and section.name not in SAVING_ALL and not config.batch.rampup
     if not is_steady or count >= section.microbatches:
@@ -30,7 +30,7 @@ def shortened(config: RunConfig, rounds: int = ROUNDS) -> RunConfig:
 
 
 def estimated_seconds(config: RunConfig, device: str) -> float:
-    """The seconds of a simulated step: that of its first microbatches, and for each further one what the last of those
+    """Seconds of a simulated step: those of its first microbatches, and for each further one what the last of these
     added."""
     short = shortened(config)
     seconds = simulated_seconds(make_plan(short, device))

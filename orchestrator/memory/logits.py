@@ -1,5 +1,5 @@
-"""memory.logits: auto. Logits are kept where the run fits with them. Else F may make them in chunks, and W again, for
-one more product with the head a microbatch."""
+"""memory.logits: auto. Logits are kept if the run then fits. Otherwise F may make them in chunks, and W again, which
+costs one more product with the head for each microbatch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECOMPUTE: Words = ("memory.logits=recompute",)
 
 
 def are_open(config: RunConfig, device: str) -> bool:
-    """Whether the planner is to choose, and has a choice: the logits of a rank take more than one chunk in a step."""
+    """Whether the planner should choose and there is a choice: a rank's logits in a step exceed one chunk."""
     if config.memory.logits != AUTO or kept_logits(config):
         return False
     mesh = config.mesh
@@ -22,7 +22,7 @@ def are_open(config: RunConfig, device: str) -> bool:
 
 
 def without_other_choices(config: RunConfig) -> Words:
-    """Overrides of what else the planner may choose, with what it chooses where everything fits."""
+    """Overrides that set the planner's other choices to what it chooses if everything fits."""
     section = config.memory
     given = {
         "memory.recompute=none": section.recompute,

@@ -11,15 +11,15 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.spec.plan import Plan
 
-WORTH = 0.01  # of the memory: less saves nothing
+WORTH = 0.01  # of the memory: saving less does not count
 RESET = "recompute=none", "recompute_layers=null", "recompute_stages=null", "recompute_fraction=1.0"
 WITHOUT = tuple(f"memory.{key}" for key in RESET)
 LESS_ZERO = "zero.stage=1", "zero.max_gathered=null", "zero.reduce=null"
 
 
 def recompute_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
-    """A sentence if the run fits without recomputation as well, or needs as much; else ''. It does not ask of
-    memory.offload_fraction: auto, which weighs recomputation itself."""
+    """A sentence if the run fits without recomputation too, or needs as much memory without it; else ''. Says nothing
+    with memory.offload_fraction: auto, which weighs recomputation itself."""
     if config.memory.recompute == "none" or config.memory.offload_fraction == "auto":
         return ""
     plain = make_plan(with_words(config, WITHOUT), plan.device, memory=fit.device, proved=False)
@@ -36,8 +36,8 @@ def recompute_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
 
 
 def zero_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
-    """A sentence if the run needs less memory with ZeRO-1, which has no buffers for what others gather and reduce; else
-    ''. It does not ask of runs that offload as much as they must, which leave no memory with any stage."""
+    """A sentence if the run needs less memory with ZeRO-1, which has no buffers to gather weights and reduce gradients
+    in; else ''. Says nothing of runs that offload as much as they must, as these fill their memory with any stage."""
     if plan.zero < 2 or (any(plan.offload) and config.memory.offload_fraction == "auto"):
         return ""
     other = make_plan(with_words(config, LESS_ZERO), plan.device, memory=fit.device, proved=False)

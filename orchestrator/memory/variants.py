@@ -1,8 +1,8 @@
-"""Plans of one configuration that differ only in what layers recompute and in how much they offload, from as few
-compiled programs as there can be.
+"""Plans of one configuration that differ only in which layers recompute and how much they offload, from as few compiled
+programs as possible.
 
-In a shared program all layers recompute. For a plan in which some do not, their RECOMPUTE takes no time and no memory.
-Programs that offload are the same whatever the share. So only bytes and seconds have to be summed again.
+In a shared program all layers recompute. In a plan where some do not, their RECOMPUTE takes no time and no memory.
+Programs that offload are the same for any share. So only bytes and seconds are summed anew.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, eq=False)
 class _Compiled:
-    """A plan, and what others with its program have in common with it."""
+    """A plan, and what it shares with other plans of its program."""
 
     plan: Plan
     state: States
@@ -37,14 +37,14 @@ class _Compiled:
 
 
 class Variants:
-    """Variants of a configuration whose memory.recompute and its layers are replaced by others, and offload_fraction if
-    a share is given, on ranks with this memory. Their programs are not proven: they are to be compared."""
+    """Variants of a configuration, for ranks with this memory: with other values for memory.recompute and its layers,
+    and for offload_fraction if a share is given. Their programs are not proven: they are only for comparison."""
 
     def __init__(self, config: RunConfig, device: str, room: DeviceMemory) -> None:
         self.config, self.device, self.room = config, device, room
         self._configs = dict[str, RunConfig]()
         self._shared = dict[tuple[str, int | None, bool], _Compiled]()
-        self._by_program = dict[int, _Compiled]()  # by the id of the program, which the value keeps
+        self._by_program = dict[int, _Compiled]()  # keyed by id of the program, which the value keeps alive
 
     @property
     def own(self) -> Plan:
@@ -52,8 +52,8 @@ class Variants:
         return self._compiled(self.config).plan
 
     def words(self, mode: str, layers: int | None = None) -> Words:
-        """Overrides with which this many layers of each stage (None: all) recompute, by such a mode of a plan: another
-        one than that of the configuration recomputes all rows."""
+        """Overrides with which this many layers of each stage (None: all) recompute in a plan's `mode`. A mode other
+        than the configuration's recomputes all rows."""
         found = (
             f"memory.recompute={config_text(mode)}",
             f"memory.recompute_layers={'null' if layers is None else layers}",
@@ -65,15 +65,15 @@ class Variants:
 
     @property
     def as_it_is(self) -> tuple[Words, Plan]:
-        """Without a change of what recomputes; for `auto` nothing does."""
+        """The plan with unchanged recomputation, and its overrides; with `auto` nothing recomputes."""
         section = self.config.memory
         if section.recompute == AUTO:
             return ("memory.recompute=none",), self.plan("none")
         return (), self.plan(section.mode, section.recompute_layers)
 
     def plan(self, mode: str, layers: int | None = None, share: float | None = None) -> Plan:
-        """In which this many layers of each stage (None: all) recompute. Raises PentadError for a mode that the model
-        or other keys do not allow."""
+        """The plan in which this many layers of each stage (None: all) recompute. Raises PentadError for a mode that
+        the model or other keys do not allow."""
         config = self._config(mode, layers, share)
         if (shared := self._shared_with(config)) is None:
             return self._compiled(config).plan
@@ -91,7 +91,7 @@ class Variants:
         )
 
     def is_exact(self, plan: Plan) -> bool:
-        """Whether one of these plans is the one that `make_plan` makes, with no RECOMPUTE that takes no time."""
+        """Whether one of these plans is exactly what `make_plan` makes, with no RECOMPUTE that takes no time."""
         return plan.recompute == self._by_program[id(plan.program)].plan.recompute
 
     def fit(self, plan: Plan) -> Fit:
@@ -99,12 +99,12 @@ class Variants:
         return fit_of_ranks(memories(plan, self._by_program[id(plan.program)].state), self.room)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether one of these plans does, sooner if its first rank does not."""
+        """Whether one of these plans fits; quick if its first rank does not."""
         first = memory(plan, 0, self._by_program[id(plan.program)].state)["total"]
         return (self.room.is_shared or first <= self.room.bytes) and self.fit(plan).ok
 
     def needed(self, plan: Plan) -> int:
-        """`fullest_bytes` of one of these plans; or of its first rank that does not fit."""
+        """`fullest_bytes` of one of these plans, or those of the first rank found that does not fit."""
         return fullest_bytes(plan, self.room.bytes, self._by_program[id(plan.program)].state)
 
     def seconds(self, plan: Plan) -> float:
@@ -122,8 +122,8 @@ class Variants:
         return config.model_copy(update={"memory": section.model_copy(update=changed)})
 
     def _shared_with(self, config: RunConfig) -> Plan | None:
-        """The plan whose program is that of a configuration, but for RECOMPUTEs; None if there is none. What is in
-        host memory depends on what is recomputed, and units on whether anything is."""
+        """The plan with a configuration's program, up to RECOMPUTEs; None if there is none. What is in host memory
+        depends on what recomputes, and units on whether anything does."""
         section = config.memory
         if section.offload_fraction == AUTO or section.max_resident_microbatches is not None:
             return None

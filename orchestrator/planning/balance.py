@@ -1,4 +1,5 @@
-"""How evenly the documents of the first steps divide over the ranks: as the run will do it, and as planners would."""
+"""How evenly the documents of the first steps divide over the ranks, under the run's own policy and under the
+alternatives."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ from pentad.schedules.spec.plan import Plan
 from pentad.schedules.verify.check_groups import check_rings, check_shares
 from pentad.workers.data.samples import Dataset
 
-STEPS = 4  # that are looked at
+STEPS = 4  # simulated at most
 
 
 class PoolBalance(NamedTuple):
-    """When the last of this many `ranks` ends, over the time of the documents' work divided equally: of sequences as
-    they are drawn, of the same sequences dealt to replicas and microbatches by cost, and of documents on as many ranks
-    as each needs. `gap` is the share by which the latter is above a time that no plan is under."""
+    """How long the slowest of `ranks` ranks takes, relative to the documents' work divided equally: with sequences as
+    drawn (`fixed`), with the same sequences dealt to replicas and microbatches by cost (`packed`), and with each
+    document on as many ranks as it needs (`dynamic`). `gap` is how far `dynamic` lies above a lower bound for any plan,
+    as a fraction."""
 
     ranks: int
     fixed: float
@@ -37,10 +39,10 @@ class PoolBalance(NamedTuple):
 
 
 class DataBalance(NamedTuple):
-    """As PoolBalance, means of `steps` steps. The run does what `trained` says, 'fixed', 'packed' or 'dynamic'; the
-    others are simulated. `groups` is the share of tokens that are in groups of several ranks with 'dynamic', and
-    `microbatches` the least and the most in which a pipeline has documents. `pools`
-    are simulations of one step of other pools."""
+    """As PoolBalance, averaged over `steps` steps. `trained` is what the run does: 'fixed', 'packed' or 'dynamic'; the
+    others are simulated. `groups` is the share of tokens in groups of several ranks with 'dynamic', `microbatches` the
+    fewest and the most microbatches with documents in any pipeline. `pools` simulate one step of other numbers of
+    ranks."""
 
     steps: int
     trained: str
@@ -54,9 +56,9 @@ class DataBalance(NamedTuple):
 
 
 def data_balance(plan: Plan, dataset: Dataset, steps: int, pools: Sequence[int] = ()) -> DataBalance:
-    """The balance of the first STEPS of `steps` steps, at least 1, and of other `pools`, each a number of dp x ep x cp
-    ranks, whose sequences are those of the run's first steps, as many for each replica, and repeated where they are too
-    few. Proves that what ranks exchange in layers meets; raises PentadError if it does not."""
+    """The balance of the first STEPS of `steps` (at least 1) steps, and of other `pools`, each a number of dp x ep x cp
+    ranks. A pool gets as many sequences a replica as the run, taken from its first steps and repeated if they are too
+    few. Proves that the exchanges of ranks inside layers match; raises PentadError if they do not."""
     mesh, batch = plan.mesh, plan.batch if plan.batch.capacity else grouped(plan)
     found, shares, pipelines = list[PoolBalance](), list[float](), list[int]()
     for step in range(min(STEPS, steps)):
@@ -77,8 +79,8 @@ def data_balance(plan: Plan, dataset: Dataset, steps: int, pools: Sequence[int] 
 
 
 def require_pools(plan: Plan, pools: Sequence[int]) -> None:
-    """Raises PentadError unless these can be simulated: dp x ep x cp ranks, on which documents cost what they do
-    alone."""
+    """Raises PentadError unless these `pools`, each a number of dp x ep x cp ranks, can be simulated; that takes
+    documents whose cost does not depend on their neighbours in a sequence."""
     if pools and not plan.data.document_mask:
         raise PentadError("data.document_mask is false: expected true for --pool")
     if pools and plan.batch.rampup:

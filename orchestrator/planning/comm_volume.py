@@ -1,8 +1,8 @@
-"""What a rank sends in a step: how many operations, and how many bytes, by axis and kind of operation.
+"""What a rank sends in a step: operations and bytes, by axis and kind of operation.
 
 Transfers between stages and collectives of parameters and gradients are instructions. Those on tp, cp and ep run inside
-F, B and RECOMPUTE and follow from the sizes of a layer. Bytes are those that a ring algorithm sends on one rank: with N
-bytes on n ranks (n - 1) / n of N to gather or to reduce-scatter them, and twice that to all-reduce them.
+F, B and RECOMPUTE and follow from the sizes of a layer. Bytes are what one rank sends in a ring algorithm: for N bytes
+on n ranks, (n - 1) / n of N to gather or reduce-scatter them, and twice that to all-reduce them.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ def collective_bytes(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def param_shards_at(plan: Plan, rank: int, stage: int) -> list[ParamShard]:
-    """What a rank holds of a stage."""
+    """The parameter shards that a rank holds of a stage."""
     return [shard for shard in plan.param_shards_of(rank) if shard.stage == stage]
 
 
 def _shared(plan: Plan, rank: int, instruction: Instruction) -> Iterator[ParamShard]:
-    """What a collective of a rank gathers or reduces: frozen weights are only gathered, if ZeRO-3 shards them."""
+    """The shards that a collective of a rank gathers or reduces. Frozen weights are only gathered, and only with
+    ZeRO-3."""
     held = param_shards_at(plan, rank, instruction.stage)
     yield from (shard for shard in held if plan.num_holders(shard) > 1)
     if instruction.op is Op.ALL_GATHER:
@@ -72,13 +73,13 @@ def _shared(plan: Plan, rank: int, instruction: Instruction) -> Iterator[ParamSh
 
 
 def padded_elements(plan: Plan, shard: ParamShard) -> int:
-    """Of all parts that ZeRO cuts it into, which are equally long."""
+    """The shard's elements, padded so that ZeRO cuts it into equal parts."""
     return plan.num_zero_shards(shard) * plan.zero_shard_size(shard)
 
 
 def transports(plan: Plan) -> dict[str, str]:
-    """What moves data ('gloo', 'nccl' or 'peer') between stages and inside layers, by axis, and of 'parameters';
-    and the gradients of 'replicas' of ZeRO's shards."""
+    """What moves data, 'gloo', 'nccl' or 'peer': by axis, between stages ('pp') and inside layers; for 'parameters',
+    their collectives; and for 'replicas', the sum of gradients over replicas of ZeRO's shards."""
     axes: tuple[Axis, ...] = ("pp", "cp", "tp", "ep")
     found = {str(axis): plan.transport_along(axis) for axis in axes if getattr(plan.mesh, axis) > 1}
     is_shared = any(plan.num_holders(shard) > 1 for shard in plan.param_shards)
@@ -112,9 +113,9 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
 def stage_volume(
     model: ModelSpec, layers: LayerRange, piece: Piece, phase: str, *, copied: bool = False, is_repeated: bool = False
 ) -> CommVolume:
-    """Of one piece on one stage: its layers, embedding and head. A `phase` is F, B or the mode of a RECOMPUTE. Where
-    exchanges are `copied` between the GPUs of a host, the result of a product is one exchange, else one a tile. An F
-    that `is_repeated` by RECOMPUTE makes no gradient of chunks of logits."""
+    """What one piece sends on one stage: in its layers, embedding and head. `phase` is F, B or the mode of a RECOMPUTE.
+    With exchanges `copied` between the GPUs of a host, the result of a product is one exchange, otherwise one a tile.
+    An F that `is_repeated` by RECOMPUTE makes no gradient of chunks of logits."""
     found, plain = CommVolume(), piece._replace(fp8=None)
     alike = Counter(
         (layer >= model.dense_layers, piece.of_layer(layer, model.layers) is piece) for layer in layers.numbers
@@ -151,7 +152,8 @@ def stage_volume(
 
 @lru_cache(maxsize=4096)
 def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str, *, copied: bool = False) -> CommVolume:
-    """Of one piece in one layer, whose sublayers read their input, and write their result."""
+    """What one piece sends in one layer. The sublayers that read their input gather it; those that write their result
+    reduce-scatter it."""
     found, is_whole = CommVolume(), phase in WHOLE
     of_rows = piece if is_whole else piece.rest  # of row-wise parts
     tiles = _num_tiles(of_rows, copied=copied)
@@ -162,7 +164,7 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str, 
             _add_latent_attention(found, piece, of_rows, phase, model, tiles, reads=reads, writes=writes)
         else:
             _add_sublayer(found, of_rows, phase, model, tiles, reads=reads, writes=writes)
-        if reads and model.qk_norm == "all_heads":  # means of queries and keys
+        if reads and model.qk_norm == "all_heads":  # mean squares of queries and keys
             _add_tp(found, of_rows, "all_gather", 1, of_rows.mesh.tp * 2 * of_rows.tokens * of_rows.wide)
         own, tiles = (piece if has_experts else of_rows).of_network(has_experts), 1 if has_experts else tiles
         _add_sublayer(
@@ -176,9 +178,9 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str, 
 
 
 def waited_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str) -> CommVolume:
-    """Of `stage_volume`, messages of tp ranks that travel beside no product. Experts multiply rows of all ranks,
-    sorted: only a shared expert's products begin with this rank's, and end with them, but in F not where these are made
-    while tokens travel."""
+    """The part of `stage_volume` on tp that no product overlaps. Routed experts multiply the rows of all ranks, sorted,
+    so only the products of a shared expert start with this rank's rows and end with them; in F they end with them only
+    without ep, as otherwise they run while tokens are dispatched."""
     found, experts, is_whole = CommVolume(), model.experts, phase in WHOLE
     if experts is None or piece.mesh.tp == 1:
         return found
@@ -205,7 +207,7 @@ def _collective(plan: Plan, instruction: Instruction, shard: ParamShard) -> Volu
 
 
 def _sum_of_replicas(plan: Plan, shard: ParamShard) -> Volume:
-    """An all-reduce of the gradients of a shard between those that have the same part of it, if there are several."""
+    """All-reduce of a shard's gradients over the ranks that hold the same part of it; nothing if there is only one."""
     count = plan.num_holders(shard) // plan.num_zero_shards(shard)
     return Volume(int(count > 1), 2 * plan.zero_shard_size(shard) * (count - 1) // count * _gradient_bytes(plan))
 
@@ -215,20 +217,20 @@ def _gradient_bytes(plan: Plan) -> int:
 
 
 def _num_tiles(piece: Piece, *, copied: bool) -> int:
-    """In which the result of a product is scattered, one if it is in 8 bits."""
+    """The tiles in which the result of a product is scattered: one in FP8."""
     return 1 if copied or piece.fp8 is not None else num_tiles(piece.tokens)
 
 
 def _add_tp(found: CommVolume, piece: Piece, kind: str, operations: int, full: int) -> None:
-    """`full` bytes of all ranks, in so many operations."""
+    """Adds `operations` on tp that move `full` bytes in total over all ranks."""
     found.add("tp", kind, operations, full * (piece.mesh.tp - 1) // piece.mesh.tp)
 
 
 def _add_sublayer(
     found: CommVolume, piece: Piece, phase: str, model: ModelSpec, tiles: int, *, reads: bool, writes: bool
 ) -> None:
-    """Its input is gathered, and on the way back once more for W; its result is reduce-scattered, as is its gradient
-    (arXiv 2205.05198, 4.2.2). The maxima for scales of 8 bits are not counted."""
+    """A sublayer gathers its input, in B once more for W, and reduce-scatters its result, and likewise its gradient
+    (arXiv 2205.05198, 4.2.2). The maxima for FP8 scales are not counted."""
     stream, values = piece.full_stream(model.hidden), piece.tokens * model.hidden
     is_cast = piece.norm_casts and model.norms != "after"
     _add_tp(found, piece, "all_gather", int(reads), values if is_cast else stream)
@@ -242,7 +244,7 @@ def _add_sublayer(
 def _add_latent_attention(
     found: CommVolume, piece: Piece, rows: Piece, phase: str, model: ModelSpec, tiles: int, *, reads: bool, writes: bool
 ) -> None:
-    """Latent vectors are gathered in place of the input. The result is of `rows`."""
+    """As `_add_sublayer`, but gathers latent vectors instead of the input. The result has the tokens of `rows`."""
     hidden, mla = model.hidden, model.mla
     assert mla is not None
     token, key_values = piece.tokens * piece.itemsize, mla.kv_lora_rank + mla.qk_rope_head_dim
@@ -258,7 +260,7 @@ def _add_latent_attention(
 def _add_context_parallel(
     found: CommVolume, model: ModelSpec, piece: Piece, of_rows: Piece, phase: str, *, projects: bool, attends: bool
 ) -> None:
-    """`projects`: queries, keys and values are made, without latents of the rows `of_rows`; `attends`: attention is
+    """`projects`: queries, keys and values are made, with MLA only those of the rows `of_rows`; `attends`: attention is
     computed."""
     cp, shape, is_backward = piece.mesh.cp, attention_shape(model, piece), phase == "B"
     if shape.is_exchanged:
@@ -278,16 +280,16 @@ def _add_context_parallel(
 
 
 def _add_expert_parallel(found: CommVolume, hidden: int, experts: Experts, piece: Piece, phase: str) -> None:
-    """Tokens are dispatched, in 8 bits where experts multiply in 8, and results combined, with choices and weights in F
-    and weights' gradients in B. All slots travel, where there are any. Otherwise, on a GPU every rank of a group gets
-    all tokens; on a CPU those it has experts for, here as many as even routing gives."""
+    """Tokens are dispatched (in FP8 if experts multiply in FP8) and results combined; choices and weights travel in F,
+    the gradients of weights in B. With slots, all slots travel. Otherwise, on a GPU every rank of a group gets all
+    tokens, on a CPU those for its experts, taken here as with even routing."""
     ep, slots = piece.mesh.ep, piece.expert_slots
     is_gathered = piece.device == "cuda" and not slots
     share = 1.0 if is_gathered else routed_share(experts, ep)
     tokens = (ep - 1) * slots if slots else round(piece.tokens * (ep - 1) * share)
     weights = experts.top_k * (piece.wide if phase == "B" else 2 * (INDEX if piece.dtype == "float64" else 4))
     kinds = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all", "all_to_all")
-    if piece.casts_experts:  # values and scales
+    if piece.casts_experts:  # values, then scales
         found.add("ep", kinds[0], 1, tokens * hidden)
         found.add("ep", kinds[0], 1, piece.expert_rows(tokens, hidden) - tokens * hidden)
     else:

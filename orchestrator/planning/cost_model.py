@@ -1,7 +1,7 @@
-"""Seconds of a plan's operations before it runs: from FLOPs and bytes, at rates that are assumed or measured.
+"""Seconds of a plan's operations before it runs: from FLOPs and bytes, at assumed or measured rates.
 
-T tokens of a piece, H hidden. A product of [T, a] and [a, b] counts 2Tab FLOPs; causal attention counts the half of the
-scores that is not masked.
+T tokens of a piece, H hidden. A product of [T, a] and [a, b] counts 2Tab FLOPs; causal attention counts only the half
+of the scores that is not masked.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def guess_costs(
     host_optimizer: bool = False,
     bf16_reduce: bool = False,
 ) -> Costs:
-    """Seconds at these rates; embedding and head count to the first and last stage.
+    """Seconds at these rates; embedding and head count towards the first and last stage.
 
-    Slices of a sequence cost the same, as their attention does on average. `modes` are the plan's of recomputation. The
-    tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
-    the same parameters reduce their gradients, and with `zero` each updates a shard. The rank whose stages in
-    `placement` have most parameters decides how long the end of a step takes. With `lora` only adapters have W, and
-    ZeRO-3 gathers what is frozen as well; replicas of the piece's `zero_shards` add up their gradients. `offloaded` are
-    the bytes of an OFFLOAD or RELOAD, by stage. A `host_optimizer` has its state in host memory, from where it comes at
-    the end of a step while it goes back. With `bf16_reduce` gradients are reduced in bfloat16.
+    Slices of a sequence all cost the average, although attention costs the later ones more. `modes` are the plan's
+    recomputation modes. The tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside
+    layers; ranks that hold the same parameters reduce their gradients, and with `zero` each updates a shard. The rank
+    with the most parameters in `placement` determines the length of the end of a step. With `lora` only adapters have
+    W, and ZeRO-3 gathers frozen weights as well; replicas of the piece's `zero_shards` sum their gradients. `offloaded`
+    are the bytes of an OFFLOAD or RELOAD, by stage. With `host_optimizer` the state streams from host memory and back
+    at the end of a step. With `bf16_reduce` gradients are reduced in bfloat16.
     """
     mesh, mirrors, shards = piece.mesh, num_mirrors(placement), piece.zero_shards
     reduced: dict[str, Any] = {"bf16": bf16_reduce, "mirrors": mirrors, "shards": shards}
@@ -73,7 +73,7 @@ def guess_costs(
         keys.append((kind_of(model, piece.fp8, span), mode))
         if keys[-1] not in found:
             stage = stage_seconds(model, span, piece, rates, lora)
-            kept = piece._replace(logit_rows=0)  # what RECOMPUTE repeats makes no gradient of chunks of logits
+            kept = piece._replace(logit_rows=0)  # the F that RECOMPUTE repeats makes no gradient of chunks of logits
             first = stage_seconds(model, span, kept, rates, lora) if mode == "full" and piece.logit_rows else stage
             found[keys[-1]] = (
                 first.forward + _saving_seconds(model, span, mode, piece, rates),
@@ -105,7 +105,7 @@ def guess_costs(
 
 
 def kind_of(model: ModelSpec, fp8: Fp8Spec | None, span: LayerRange) -> Kind:
-    """What the costs and sizes of a span of layers depend on."""
+    """What the costs and sizes of a span of layers depend on, as a key."""
     if model.custom is not None:
         return span
     layers = (
@@ -135,7 +135,7 @@ def end_seconds(
         for kind, span in dict(zip(kinds, layers, strict=True)).items()
     }
     updated = max(sum(sizes[kinds[stage]] for stage in held) for held in placement)
-    # reads master weights, both moments, gradients; writes the former three
+    # reads master weights, both moments and gradients; writes the first three
     step = max(7 * updated / rates.update, host_optimizer * 3 * updated / rates.host_memory.bandwidth)
     return 2 * rates.intra_host.all_reduce.latency + updated / rates.memory, step
 
@@ -146,7 +146,7 @@ def transfer_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> float:
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of one piece on one stage, and those of F by the part of layers that RECOMPUTE can repeat."""
+    """Seconds of one piece on one stage; `parts` are those of F, by the parts of layers that RECOMPUTE can repeat."""
 
     forward: float
     backward: float
@@ -155,7 +155,7 @@ class StageSeconds(NamedTuple):
 
 
 def lookup_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> float:
-    """W of the embedding reads the gradients of rows, and adds them to those of their tokens."""
+    """Seconds of W of the embedding: it reads the gradients of rows and adds each to that of its token."""
     row_bytes = model.hidden * (piece.itemsize + 2 * BYTES["float32"])
     return row_bytes * piece.tokens / piece.mesh.tp / rates.memory
 
@@ -163,7 +163,7 @@ def lookup_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> float:
 def stage_seconds(
     model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, lora: LoraSpec | None
 ) -> StageSeconds:
-    """Compute, and communication inside layers, for which they wait; devices wait for the host to start it."""
+    """Compute and the communication in layers that it waits for; at least as long as the host needs to issue both."""
     compute = compute_seconds(model, span, piece, rates)
     if lora is not None:
         seconds = 2 * piece.tokens * _active_adapters(model, lora, span) / (rates.flops * piece.mesh.tp)
@@ -182,8 +182,8 @@ def stage_seconds(
 
 
 class LayerMessages(NamedTuple):
-    """What a rank sends inside F, B or RECOMPUTE of a stage, of one kind: `seconds` for which the instruction waits,
-    and the `hidden` ones, in which it computes; and whether no message leaves the host."""
+    """What a rank sends of one kind inside F, B or RECOMPUTE of a stage. `seconds` are exposed, `hidden` ones overlap
+    with compute; `on_host`: no message leaves the host."""
 
     axis: Axis
     kind: str
@@ -197,7 +197,7 @@ class LayerMessages(NamedTuple):
 def layer_messages(
     model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, phase: str
 ) -> Iterator[LayerMessages]:
-    """By axis and kind. A `phase` is that of `stage_volume`."""
+    """By axis and kind. `phase` is as in `stage_volume`."""
     volumes = stage_volume(model, span, piece, phase, copied=is_copied(piece)) if model.custom is None else {}
     waited = waited_volume(model, span, piece, phase)
     for (axis, kind), volume in volumes.items():
@@ -225,8 +225,8 @@ def _with_communication(
 
 
 def _layer_issue(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, phase: str) -> float:
-    """Seconds of the host to issue F, B, W or a RECOMPUTE of parts of a stage, without the exchanges inside its layers.
-    RECOMPUTE takes the share of F that it has of a dense layer's kernels, and no longer than F."""
+    """Seconds that the host needs to issue F, B, W or a RECOMPUTE of parts of a stage, without the exchanges inside its
+    layers. RECOMPUTE takes its share of the kernels in F of a dense layer, and at most as long as F."""
     if phase in ("F", "B", "W"):
         layers = len(span.numbers) + model.mtp_layers * span.has_head
         return layers * rates.layer_issue["FBW".find(phase)]
@@ -241,7 +241,7 @@ def _recompute_seconds(
     """Seconds of one RECOMPUTE of a stage."""
     if mode in ("none", "full"):
         return stage.forward if mode == "full" else 0.0
-    rest = 1 - piece.saved_rows / piece.sequence_parallel_tokens  # of rows
+    rest = 1 - piece.saved_rows / piece.sequence_parallel_tokens  # share of rows
     parts = {part: seconds for part, seconds in stage.parts.items() if part in recomputed_parts(mode)}
     seconds = sum(seconds * (rest if part in ROW_WISE else 1.0) for part, seconds in parts.items())
     joined = row_bytes(model, span, piece, mode) if piece.saved_rows else 0
@@ -249,7 +249,7 @@ def _recompute_seconds(
 
 
 def _saving_seconds(model: ModelSpec, span: LayerRange, mode: str, piece: Piece, rates: Rates) -> float:
-    """Seconds of the copies in F of rows that RECOMPUTE does not make again."""
+    """Seconds that F spends copying the rows that RECOMPUTE does not make again."""
     if not piece.saved_rows or mode in ("none", "full"):
         return 0.0
     share = piece.saved_rows / piece.sequence_parallel_tokens
@@ -257,14 +257,14 @@ def _saving_seconds(model: ModelSpec, span: LayerRange, mode: str, piece: Piece,
 
 
 def _active_adapters(model: ModelSpec, lora: LoraSpec, span: LayerRange) -> float:
-    """Elements of adapters that a token uses: of those of experts only the top_k that it visits."""
+    """Elements of the adapters that a token uses: for experts, only those of the top_k that it visits."""
     visited = 1.0 if model.experts is None else model.experts.top_k / model.experts.num_experts
     found = adapter_tensors(lora, tensors(model, span))
     return sum(math.prod(each.shape) * (visited if each.experts else 1.0) for each in found)
 
 
 def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates) -> StageSeconds:
-    """Without communication, and without the host."""
+    """Seconds of compute alone, without communication and without the host."""
     first, end, _, is_last = span
     if model.custom is not None:
         seconds = piece.rows * sum(layer.flops for layer in model.custom.layers[first:end]) / rates.flops
@@ -276,20 +276,20 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
     work = 2 * tokens / piece.mesh.tp  # FLOPs of a rank for each element of a matrix
     length = piece.length * piece.slices * piece.mesh.cp
     value = model.qk_head_dim if model.mla is None else model.mla.v_head_dim
-    # scores and weighted values of all layers
+    # attention's scores and weighted values, in all layers
     attended = sum(model.attended_length(layer, length) for layer in range(first, end))
     scores, of_width = work / 2 * attended * model.heads * (model.qk_head_dim + value), rates.attention_of(value)
     attention = scores / rate_at(of_width.forward, length)
-    # five products of scores instead of two
+    # five products of the size of the scores instead of two
     attention_backward = 2.5 * scores / rate_at(of_width.backward, length)
-    # The matrices of dense layers are alike, and so are those of layers with experts, but for the experts' own.
+    # All dense layers have the same matrices, and so have all layers with experts, not counting those of the experts.
     first_sparse = model.dense_layers
     alike = [layer if layer >= model.layers else first_sparse * (layer >= first_sparse) for layer in range(first, end)]
     sizes_of = {layer: sum(_dense_sizes(model, layer)) for layer in {*alike}}
     seconds_of = {layer: _dense_seconds(model, layer, work, rates.products) for layer in sizes_of}
     elements, dense = sum(map(sizes_of.__getitem__, alike)), sum(map(seconds_of.__getitem__, alike))
-    pace = dense / (work * elements) if elements else 1 / rates.flops  # seconds of a FLOP
-    routed, width = 0, model.ffn  # visits of a token to experts; width of all networks that it passes in a layer
+    pace = dense / (work * elements) if elements else 1 / rates.flops  # seconds a FLOP
+    routed, width = 0, model.ffn  # expert visits of a token; summed width of the networks it passes in a layer
     if experts is not None:
         width = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
         routed = max(0, end - max(first, experts.first_k_dense)) * experts.top_k
@@ -300,9 +300,9 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
         linear -= sum(_saved_by_8bit(rates, piece.fp8.scaling, size) for size in sizes)
     head = _head_seconds(model, piece, rates) if is_last else HeadSeconds(*(0.0,) * 5)
     speed = linear / dense if dense else 1.0
-    join_flops = work * 2 * model.hidden**2  # of streams and embeddings
+    join_flops = work * 2 * model.hidden**2  # to join the hidden states with embeddings
     linear += mtp_layers * join_flops / rate_at(rates.products, join_flops)
-    # memory traffic of norms, residual sums and activations, and of rows sorted by expert and added up again
+    # memory traffic of norms, residual sums and activations, and of sorting rows by expert and summing them again
     values = count * (8 * model.hidden + 3 * width) / piece.mesh.tp + 3 * routed * model.hidden
     elementwise = tokens * piece.itemsize * values / rates.elementwise
     unread = unread_seconds(model, range(first, end - mtp_layers), piece, rates)
@@ -326,7 +326,7 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
 
 
 class ExpertSeconds(NamedTuple):
-    """Of the products of routed experts in F, B and W, and of a FLOP of F."""
+    """Seconds of the products of routed experts in F, B and W, and `pace`, seconds a FLOP of F."""
 
     forward: float
     backward: float
@@ -335,8 +335,8 @@ class ExpertSeconds(NamedTuple):
 
 
 def _expert_seconds(model: ModelSpec, visits: int, piece: Piece, rates: Rates) -> ExpertSeconds:
-    """With so many `visits` of a token to experts. W copies both of its operands that are rows of tokens; in 8 bits its
-    rate has that."""
+    """For so many `visits` of a token to experts. W copies both of its operands, which are rows of tokens; the FP8 rate
+    already includes these copies."""
     if model.experts is None or not visits:
         return ExpertSeconds(*(0.0,) * 4)
     rows, in_8_bits = expert_rows(model.experts, piece.tokens, piece.mesh), piece.casts_experts
@@ -348,7 +348,7 @@ def _expert_seconds(model: ModelSpec, visits: int, piece: Piece, rates: Rates) -
 
 
 class HeadSeconds(NamedTuple):
-    """Of F, B and W of the head, and besides of the loss in F and B."""
+    """Seconds of F, B and W of the head, and separately of the loss in F and B."""
 
     forward: float
     backward: float
@@ -358,8 +358,8 @@ class HeadSeconds(NamedTuple):
 
 
 def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> HeadSeconds:
-    """Products with the head, also in multi-token prediction; the loss reads the logits, its gradient is written in
-    their place, and cast. In chunks F makes that gradient too, and W makes it again."""
+    """The head's products, also for multi-token prediction. The loss reads the logits; its gradient overwrites them and
+    is cast. In chunks, F makes that gradient as well, and W makes it again."""
     width, count, chunks = model.vocab / piece.mesh.tp, 1 + model.mtp_layers, piece.logit_chunks.total()
     logits = piece.tokens * width
     flops = 2 * logits * model.hidden
@@ -371,7 +371,7 @@ def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> HeadSeconds:
         return HeadSeconds(products, 0.0, products + sums, loss, 0.0)
     if piece.fp8 is None or not piece.fp8.head or piece.device != "cuda":
         return HeadSeconds(*(count * product,) * 3, loss, 2 * loss)
-    # the gradient of the logits is read for both forms, and before that where their scales are not known
+    # the gradient of the logits is read for both forms, and before that once more unless the scales are known
     reads = 1 if piece.fp8.scaling == "block" or piece.fp8.delayed else 2
     casts = logits * (reads * piece.itemsize + 2) / rates.elementwise
     products = count * product - _saved_by_8bit(rates, piece.fp8.scaling, flops)
@@ -380,19 +380,20 @@ def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> HeadSeconds:
 
 @lru_cache(maxsize=4096)
 def _dense_sizes(model: ModelSpec, layer: int) -> tuple[int, ...]:
-    """Elements of the matrices of a layer, but for those of experts."""
+    """Elements of the matrices of a layer, without those of experts."""
     found = tensors(model, LayerRange(layer, layer + 1))
     return tuple(math.prod(each.shape) for each in found if len(each.shape) > 1 and not each.experts)
 
 
 @lru_cache(maxsize=65536)
 def _dense_seconds(model: ModelSpec, layer: int, work: float, products: Curve) -> float:
-    """Seconds of the products with `_dense_sizes`, with this many FLOPs for each element."""
+    """Seconds of the products with the matrices of `_dense_sizes`, at `work` FLOPs an element."""
     return sum(work * size / rate_at(products, work * size) for size in _dense_sizes(model, layer))
 
 
 def _saved_by_8bit(rates: Rates, scaling: Scaling, flops: float) -> float:
-    """Seconds that a product takes less in 8 bits; what is known of other scalings is how they compare."""
+    """Seconds that a product saves in FP8. Scalings that were not measured are derived from 'tensor' by their known
+    ratio."""
     plain, speedup = rate_at(rates.products, flops), FP8_SPEEDUPS[scaling]
     if rates.products_8bit:
         speedup *= rate_at(rates.products_8bit, flops) / plain / FP8_SPEEDUPS["tensor"]

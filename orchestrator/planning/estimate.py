@@ -40,16 +40,16 @@ from pentad.schedules.spec.zero_layout import (
     reduced_shards,
 )
 
-GRAPHS_BYTES = 3 * 2**30  # of a GPU that CUDA graphs have taken at most (docs/performance.md)
-ON_HOST = ("host", "snapshot", "host_optimizer", "copies", "compared")  # kinds of memory that no GPU has
-States = dict[int, dict[str, int]]  # by rank: memory but for activations
+GRAPHS_BYTES = 3 * 2**30  # the most GPU memory that CUDA graphs were seen to take (docs/performance.md)
+ON_HOST = ("host", "snapshot", "host_optimizer", "copies", "compared")  # kinds of memory that are not on the GPU
+States = dict[int, dict[str, int]]  # by rank: memory without activations
 AMAX_BYTES = 2 * (3 + 64) * BYTES["float32"]  # of the operands of a matrix (workers/linear/amax_history.py)
-CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
+CUBLAS = 32 * 2**20  # bytes of cuBLAS's workspace on a Hopper GPU
 
 
 def costs_of(plan: Plan, rates: Rates | None = None) -> Costs:
-    """A plan's guessed costs, those that its program was compiled with, of microbatches of equal size; or at other
-    `rates`."""
+    """A plan's guessed costs for microbatches of equal size, those that its program was compiled with; or the costs at
+    other `rates`."""
     offloaded = [each.bytes for each in cuts_of(_with_even_batch(plan))]
     piece, rates = even_piece(plan), rates or rates_of_plan(plan)
     given = plan.model, plan.layers, plan.program.placement, piece, rates, plan.recompute, plan.zero, plan.lora
@@ -70,23 +70,24 @@ def _with_even_batch(plan: Plan) -> Plan:
 
 
 def step_seconds(timeline: Timeline) -> float:
-    """From the first start to the last end."""
+    """Seconds from the first start to the last end."""
     return max(span.end for span in timeline.spans) - min(span.start for span in timeline.spans)
 
 
 def simulated_seconds(plan: Plan, events: Events | None = None, rates: Rates | None = None) -> float:
-    """`step_seconds` of a step simulated at guessed costs, without its spans. `events` are those of the program, if
-    they are known already; `rates` are others than the plan's."""
+    """`step_seconds` of a step simulated at guessed costs, without building its spans. `events` are the program's, if
+    already known; `rates` replace the plan's."""
     times = event_times(plan.program, events or acyclic_events(plan.program), costs_of(plan, rates))
     return float(times.ends.max() - times.starts.min())
 
 
 def flops_per_token(model: ModelSpec, length: int, *, causal: bool = True, frozen: bool = False) -> float:
-    """Useful FLOPs of forward and backward: 6 for each active parameter except the input embedding, and 6 L A S of
-    attention for L layers of A = heads x head size and sequences of S = `length` (PaLM, arXiv 2204.02311, appendix B),
-    less where there are sliding windows. `frozen` parameters have no gradients: 4 instead of 6 for each.
+    """Useful FLOPs of forward and backward: 6 for each active parameter except the input embedding, and 6 L A S for the
+    attention of L layers with A = heads x head size and sequences of S = `length` (PaLM, arXiv 2204.02311, appendix B),
+    less with sliding windows. `frozen` parameters have no gradients and count 4 instead of 6.
 
-    Recomputation does not count. With `causal` false the masked half of attention does, 12 L A S, as in many reports.
+    Recomputation does not count. With `causal` false the masked half of attention counts too, 12 L A S, as in many
+    reports.
     """
     if model.custom is not None:  # all scores of attention count, since nothing says which are masked
         return 3.0 * sum(layer.flops for layer in model.custom.layers) / length
@@ -99,7 +100,7 @@ def flops_per_token(model: ModelSpec, length: int, *, causal: bool = True, froze
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of dense products that MFU refers to, if known: of bfloat16 on GPUs of the table."""
+    """FLOP/s of dense products that MFU refers to: of bfloat16 on GPUs of the table; None if unknown."""
     found = GPUS.get(device_name)
     return found.bf16 if found and dtype == "bfloat16" else None
 
@@ -114,17 +115,17 @@ def mfu(tokens_per_second: float, plan: Plan, device_name: str) -> float | None:
 
 
 def memory(plan: Plan, rank: int, state: States | None = None) -> dict[str, int]:
-    """Peak bytes of a rank of the mesh, by kind. `state` has, and gets, what does not depend on activations, for plans
-    that differ only in what recomputes and is offloaded.
+    """Peak bytes of a rank of the mesh, by kind. `state` caches, by rank, what does not depend on activations, for
+    plans that differ only in recomputation and offloading.
 
-    'parameters' are in the dtype of compute; 'master' is what master weights need beside them. With ZeRO,
-    'parameters', 'master', 'gradients' and 'optimizer' count shards and gather buffers. 'activations' include
-    workspaces, and those of Muon. 'tables' are tokens, rotary tables and cuBLAS's workspace, 'graphs' what
-    CUDA graphs take, which are no tensors. ON_HOST are not part of
-    'total': 'host' is offloaded, 'snapshot' a copy of the rank's part of a checkpoint, 'host_optimizer' the master
-    weights and optimizer state that live there ('optimizer' is then the memory through which they pass), and 'copies'
-    are those parts of this rank and of another one, each of two steps (elastic.replicate_every). 'compared' are
-    gradients of a step in the compute dtype (precision.compare_every), whose activations count if they are larger.
+    'parameters' are in the compute dtype; 'master' is what master weights need in addition. With ZeRO, 'parameters',
+    'master', 'gradients' and 'optimizer' count shards and gather buffers. 'activations' include workspaces, also
+    Muon's. 'tables' are tokens, rotary tables and cuBLAS's workspace, 'graphs' what CUDA graphs take outside of
+    tensors. ON_HOST kinds are not part of 'total': 'host' is offloaded activations, 'snapshot' a copy of the rank's
+    part of a checkpoint, 'host_optimizer' the master weights and optimizer state in host memory ('optimizer' is then
+    the buffer through which they pass), and 'copies' are the parts of this rank and of another one, for two steps each
+    (elastic.replicate_every). 'compared' are the gradients of a step in the compute dtype (precision.compare_every),
+    whose activations count if they are larger.
     """
     known = {} if state is None else state
     if rank not in known:
@@ -140,7 +141,7 @@ def memory(plan: Plan, rank: int, state: States | None = None) -> dict[str, int]
 
 
 def _state(plan: Plan, rank: int) -> dict[str, int]:
-    """`memory` of a rank but for activations."""
+    """`memory` of a rank, without activations."""
     pp = plan.mesh.coordinates(rank).pp
     compute, wide = BYTES[plan.dtype], wide_bytes(plan.dtype)
     trained, frozen = plan.param_shards_of(rank), plan.frozen_shards_of(rank)
@@ -158,7 +159,7 @@ def _state(plan: Plan, rank: int) -> dict[str, int]:
         gradients = shards + sum(longest([gradient_pool(program, pp) for program in plan.trained_programs]))
     received = len(set().union(*(_receive_slots(program, pp) for program in plan.programs)))
     is_apart = has_post_validation(plan.program) or plan.host_optimizer
-    beside = wide if is_apart else wide - compute  # of weights that are not in 8 bits
+    beside = wide if is_apart else wide - compute  # for weights that are not in FP8
     master = sum(each.compute_part * beside + (each.part - each.compute_part) * wide for each in layouts)
     optimizer = sum(optimizer_bytes(plan, shard, rank) for shard in trained)
     on_host = master + optimizer if plan.host_optimizer else 0
@@ -187,8 +188,9 @@ def reduction_bytes(plan: Plan, rank: int) -> int:
 
 
 def bytes_of_reductions(shards: Sequence[Reduced], dtype: str, device: str, *, is_copied: bool, bf16: bool) -> int:
-    """Of the memory in which gradients of other ranks arrive, and in bfloat16 those of the rank leave: on a GPU a
-    chunk's, on a CPU those of all reductions, which may all be under way. Peer copies (`is_copied`) need room."""
+    """Bytes of the buffers in which gradients from other ranks arrive, and in bfloat16 those from which the rank sends:
+    on a GPU for one chunk, on a CPU for all reductions, since all of them may be in flight. Peer copies (`is_copied`)
+    need an inbox."""
     inbox = inbox_of(shards) if is_copied else 0
     if not bf16:
         return inbox * wide_bytes(dtype)
@@ -199,7 +201,7 @@ def bytes_of_reductions(shards: Sequence[Reduced], dtype: str, device: str, *, i
 
 
 def copy_slots_bytes(plan: Plan, rank: int) -> int:
-    """Of 'slots' of `memory`: what peer copies take, which NCCL does not."""
+    """The part of 'slots' in `memory` that peer copies take and NCCL does not."""
     if plan.transport != "peer":
         return 0
 
@@ -210,9 +212,9 @@ def copy_slots_bytes(plan: Plan, rank: int) -> int:
 
 
 def fp8_weights(plan: Plan, rank: int, share: float) -> int:
-    """Bytes of a rank's weights in 8 bits, in both forms: of a `share` of its layers, as with ZeRO-3 they come and go
-    with the weights, which are one of them if they come in 8 bits; and of the maxima of operands with delayed
-    scaling."""
+    """Bytes of a rank's weights in FP8, in both forms, and of the histories of maxima with delayed scaling. `share` is
+    the share of layers that is resident, as with ZeRO-3 FP8 weights come and go with the gathered ones; if weights are
+    gathered in FP8, one of the forms is the gathered weight itself."""
     if plan.fp8 is None:
         return 0
     held = [plan.layers[stage] for stage in plan.stages_of(rank)]
@@ -224,7 +226,7 @@ def fp8_weights(plan: Plan, rank: int, share: float) -> int:
 
 
 def _receive_slots(program: Program, pp: int) -> set[tuple[int, int]]:
-    """(op code, slot) of what a pipeline rank receives."""
+    """(op code, slot) of all that a pipeline rank receives."""
     columns, rows = program.columns, rows_of_rank(program, pp, IS_RECEIVE)
     return set(zip(columns.op[rows].tolist(), columns.slot[rows].tolist(), strict=True))
 
@@ -238,7 +240,7 @@ def memories(plan: Plan, state: States | None = None) -> list[dict[str, int]]:
 
 
 def pipeline_memories(plan: Plan, state: States | None = None) -> list[dict[str, int]]:
-    """`memory` of the first rank of each stage of the pipeline."""
+    """`memory` of the first rank of each pipeline stage."""
     if shards_differ(plan):
         return [memory(plan, rank, state) for rank in plan.mesh.group(("pp",), 0)]
     by_signature, found = dict[Hashable, dict[str, int]](), list[dict[str, int]]()
@@ -250,13 +252,13 @@ def pipeline_memories(plan: Plan, state: States | None = None) -> list[dict[str,
 
 
 def shards_differ(plan: Plan) -> bool:
-    """Whether ranks with the same stages need different memory: with Muon, as matrices are in one ZeRO shard or in
+    """Whether ranks with the same stages need different memory: with Muon, as each matrix lies in one ZeRO shard or
     another."""
     return plan.optimizer.name == "muon" and plan.zero > 0
 
 
 def fullest_bytes(plan: Plan, limit: int, state: States | None = None) -> int:
-    """Of the fullest rank; or of the first one that exceeds `limit`."""
+    """Bytes of the fullest rank, or of the first one found that exceeds `limit`."""
     last, most = plan.mesh.pp - 1, 0
     for pp in dict.fromkeys((0, last, *range(plan.mesh.pp))):
         most = max(most, memory(plan, plan.mesh.move(0, pp=pp), state)["total"])
@@ -266,7 +268,7 @@ def fullest_bytes(plan: Plan, limit: int, state: States | None = None) -> int:
 
 
 def optimizer_bytes(plan: Plan, shard: ParamShard, rank: int) -> int:
-    """Of the moments in a rank's ZeRO shard: two for each element, or one where Muon updates."""
+    """Bytes of the moments in a rank's ZeRO shard: two for each element, or one where Muon updates."""
     moments = 2 * plan.zero_shard_size(shard) - num_muon_elements(plan, shard, rank)
     return moments * state_bytes(plan)
 
@@ -277,13 +279,13 @@ def state_bytes(plan: Plan) -> int:
 
 
 def snapshot_bytes(plan: Plan, rank: int) -> int:
-    """Of master weights and moments that a rank stores in checkpoints: its equal part of what it and its replicas
-    hold. Nothing is copied that is in host memory anyway."""
+    """Bytes of the master weights and moments that a rank stores in checkpoints: its equal part of what it and its
+    replicas hold. 0 if they are in host memory anyway, as nothing is copied then."""
     return 0 if plan.host_optimizer else _saved_bytes(plan, rank)
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Of a checkpoint's files, but for what is small beside master weights and moments."""
+    """Bytes of a checkpoint's files, without what is small beside master weights and moments."""
     return sum(_saved_bytes(plan, rank) for rank in range(plan.mesh.size))
 
 
@@ -296,16 +298,16 @@ def _saved_bytes(plan: Plan, rank: int) -> int:
 
 
 def copies_bytes(plan: Plan, rank: int) -> int:
-    """Of a rank's own part of the state and of the largest that it may hold for another rank: each of the copy that
-    counts, and of the one that is made."""
+    """Bytes of replicated state: a rank's own part and the largest part that it may hold for another rank, each twice,
+    as the last copy stays valid while the next one is made."""
     if not plan.replicate_every:
         return 0
     return 2 * (snapshot_bytes(plan, rank) + max(snapshot_bytes(plan, each) for each in plan.mesh.group(("pp",), 0)))
 
 
 def _with_muon(plan: Plan, rank: int, activations: int) -> int:
-    """Activations with Muon's directions of all matrices, which the first forwards of the next step still hold, or with
-    the buffers of its exchanges: at most eight times the largest round."""
+    """Activations, plus Muon's directions of all matrices, which the first forwards of the next step still hold; or the
+    buffers of Muon's exchanges, at most eight times the largest round, if those are larger than the activations."""
     directions = [num_muon_elements(plan, shard, rank) for shard in plan.param_shards_of(rank)]
     largest = max(map(mul, directions, map(plan.num_zero_shards, plan.param_shards_of(rank))))
     exchange = 8 * min(ROUND_ELEMENTS, largest) * BYTES[plan.dtype]
@@ -326,7 +328,7 @@ def stage_memory(plan: Plan, rank: int) -> list[dict[str, int]]:
 
 
 def _tables(plan: Plan, rank: int) -> int:
-    """Rotary tables of each stage, the tokens of a step on ranks that read them, and cuBLAS's workspace."""
+    """Bytes of the rotary tables of each stage, a step's tokens on ranks that read them, and cuBLAS's workspace."""
     model, stages = plan.model, plan.stages_of(rank)
     length = plan.batch.sequence_length // plan.mesh.cp
     most, held = plan.batch.most_microbatches, plan.batch.capacity or plan.batch.micro_batch_size * length
@@ -342,6 +344,6 @@ def _tables(plan: Plan, rank: int) -> int:
 
 
 def num_rotary_tables(model: ModelSpec, layers: LayerRange) -> int:
-    """Of a stage: one for every kind of its layers."""
+    """Rotary tables of a stage: one for every kind of layer."""
     end = layers.end + model.mtp_layers * layers.has_head
     return len({model.layer_kind(layer) for layer in range(layers.first, end)})

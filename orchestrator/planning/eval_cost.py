@@ -16,9 +16,9 @@ from pentad.schedules.spec.plan import Plan
 
 @dataclass(frozen=True)
 class EvalCost:
-    """`round` is a simulated run of the forward-only program, on one global batch of a data set. There are `rounds` of
-    them in an evaluation (None: unknown), and `count` evaluations in the run, one after every `every` steps (0: only at
-    the end). By pipeline rank, `activations` are peak bytes in a round, and `extra_bytes` what the rank needs beyond a
+    """`round` is a simulated run of the forward-only program on one global batch of a data set. An evaluation has
+    `rounds` of them (None: unknown), and the run `count` evaluations, one after every `every` steps (0: only at the
+    end). By pipeline rank, `activations` are the peak bytes in a round, and `extra_bytes` what a rank needs beyond a
     run without evaluations."""
 
     round: Timeline
@@ -34,11 +34,11 @@ class EvalCost:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of one evaluation, whose rounds follow each other without overlap."""
+        """Seconds of one evaluation, whose rounds do not overlap."""
         return None if self.rounds is None else self.rounds * self.round_seconds
 
     def share(self, training_seconds: float) -> float | None:
-        """Share of the time of a run that trains for `training_seconds` besides."""
+        """The share of a run's time that evaluations take if training takes `training_seconds`."""
         if self.seconds is None:
             return None
         evaluating = self.count * self.seconds
@@ -46,15 +46,15 @@ class EvalCost:
 
 
 def eval_cost(config: RunConfig, plan: Plan, costs: Costs, sequences: Sequence[int | None]) -> EvalCost | None:
-    """What the evaluations of a plan cost, None if it evaluates nothing. `sequences` are how many of each data set are
-    read, None: unknown."""
+    """What the evaluations of a plan cost; None if it has none. `sequences` are the numbers read from each data set
+    (None: unknown)."""
     if plan.eval is None:
         return None
     batch, ranks = plan.batch.global_batch_size, plan.mesh.group(("pp",), 0)
     needed, trained = memories(plan), memories(replace(plan, eval=None))
     known = [count for count in sequences if count is not None]
     return EvalCost(
-        # nothing follows that would read gradients of chunks of logits
+        # no backward follows that would read gradients of chunks of logits
         round=simulate(plan.eval.program, costs_of(replace(plan, logit_rows=0)) if plan.logit_rows else costs),
         rounds=sum(-(-count // batch) for count in known) if len(known) == len(sequences) else None,
         every=config.eval.every,

@@ -17,13 +17,13 @@ from pentad.orchestrator.planning.hardware import NODE_GPUS, figures_of, gpu_nam
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
-# Of a GPU's memory, what is left for tensors beside the CUDA context, libraries and communicators (2.6 GiB with cp2 and
-# ZeRO-3), as torch's segments have holes (1 % was measured) and plans err.
+# What a GPU's memory leaves for tensors after the CUDA context, libraries and communicators (2.6 GiB with cp2 and
+# ZeRO-3); the margin is for holes in torch's segments (1 % was measured) and for errors of plans.
 SHARE, BESIDE = 0.98, 2 * 2**30
 PINNABLE = 0.9  # of a host's memory: the rest is for processes, their data and the page cache
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-CGROUP_FILES = (  # of version 2 and 1: limit, in use, and the file and key of what of that is a cache
+CGROUP_FILES = (  # cgroup v2 and v1: limit, usage, and the file and key that say how much of the usage is cache
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
@@ -31,7 +31,8 @@ CGROUP_FILES = (  # of version 2 and 1: limit, in use, and the file and key of w
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes for tensors of each rank, or of all ranks if they share them; `where` names the device."""
+    """Bytes for tensors on the device of each rank, or of all ranks together if they share it; `where` names the
+    device."""
 
     bytes: int
     where: str
@@ -40,7 +41,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes needed on a device, the fullest rank, and its bytes by kind."""
+    """Bytes needed on a device, the fullest rank, and that rank's bytes by kind."""
 
     device: DeviceMemory
     needed: int
@@ -65,8 +66,8 @@ class Fit:
 
 
 def device_memory(device: str, gib: float | None = None, *, gpu: str = "") -> DeviceMemory:
-    """The memory of a device: `gib` GiB a rank if given, else of a GPU by its name ('': the assumed one), or of this
-    machine, whose memory CPU ranks share. Raises PentadError for an unknown GPU that is not here."""
+    """The memory of a device: `gib` GiB a rank if given; else that of the GPU of this name ('': the assumed one), or of
+    this machine, whose memory CPU ranks share. Raises PentadError for an unknown GPU that is not in this machine."""
     if gib is not None:
         return DeviceMemory(int(gib * 2**30), f"of a device of {gib:g} GiB")
     if device == "cpu":
@@ -77,13 +78,13 @@ def device_memory(device: str, gib: float | None = None, *, gpu: str = "") -> De
 
 
 def for_tensors(memory: int) -> int:
-    """Bytes of a GPU's that a plan may fill."""
+    """Bytes of a GPU's memory that a plan may fill."""
     return int(SHARE * memory) - BESIDE
 
 
 def device_of(config: RunConfig) -> tuple[str, DeviceMemory]:
-    """'cpu' or 'cuda', what the ranks will have, and its memory; GPUs on a cluster that nobody has joined yet, unless
-    the configuration says otherwise."""
+    """The kind of device that ranks will have, 'cpu' or 'cuda', and its memory. On a cluster that has not been joined
+    yet that is GPUs, unless the configuration says otherwise."""
     if config.cluster.address == "local":
         device, _ = local_device(config.cluster, config.mesh.size)
     else:
@@ -92,7 +93,7 @@ def device_of(config: RunConfig) -> tuple[str, DeviceMemory]:
 
 
 def fit_of(plan: Plan, device: DeviceMemory) -> Fit:
-    """Whether all ranks have enough memory, by the planner's estimate."""
+    """Whether every rank has enough memory, by the planner's estimate."""
     return fit_of_ranks(memories(plan), device)
 
 
@@ -104,15 +105,15 @@ def fit_of_ranks(ranks: Sequence[dict[str, int]], device: DeviceMemory) -> Fit:
 
 
 class HostMemory(NamedTuple):
-    """`bytes` that the ranks of a host may have there; `where` says of which host."""
+    """`bytes` of a host's memory that its ranks may use; `where` says which host."""
 
     bytes: float
     where: str
 
 
 def host_memory(config: RunConfig, device: str) -> HostMemory | None:
-    """As configured, or of this machine or the container that this process is in; None, unknown, where GPUs are
-    elsewhere."""
+    """The host memory that is configured, or that of this machine or of the container of this process; None (unknown)
+    if GPUs are elsewhere."""
     if config.memory.host_gib is not None:
         return HostMemory(config.memory.host_gib * 2**30, f"memory.host_gib = {config.memory.host_gib:g}")
     if device == "cuda" and not (config.cluster.address == "local" and local_gpus()):
@@ -124,14 +125,14 @@ def host_memory(config: RunConfig, device: str) -> HostMemory | None:
 
 
 def host_bytes(plan: Plan, rank: int) -> int:
-    """What a rank of the mesh has in host memory: offloaded activations, optimizer state, a checkpoint's copy."""
+    """Bytes that a rank keeps in host memory: offloaded activations, optimizer state, a checkpoint's copy."""
     found = memory(plan, rank)
     return sum(found[kind] for kind in ON_HOST)
 
 
 def require_host(config: RunConfig, plan: Plan) -> None:
-    """Raises PentadError if the ranks of a host keep more there than it has, as far as that is known. On CPUs that is
-    all the same memory."""
+    """Raises PentadError if the ranks of a host keep more in its memory than it has, as far as that is known. Does not
+    apply to CPU ranks, whose device memory is the host's."""
     host = host_memory(config, plan.device)
     if plan.device != "cuda" or host is None or _needed_on_host(plan) <= host.bytes:
         return
@@ -139,7 +140,7 @@ def require_host(config: RunConfig, plan: Plan) -> None:
 
 
 def require_free_memory(config: RunConfig, plan: Plan) -> None:
-    """Raises PentadError if the ranks of a run that starts on this machine keep more in its memory than is free."""
+    """Raises PentadError if the ranks of a run on this machine would keep more in its memory than is free."""
     free = free_bytes()
     if plan.device == "cuda" and free is not None and _needed_on_host(plan) > free:
         limit = f"at most {format_bytes(free)}, which this machine has free"
@@ -147,7 +148,7 @@ def require_free_memory(config: RunConfig, plan: Plan) -> None:
 
 
 def _kept_there(config: RunConfig, plan: Plan) -> str:
-    """What the ranks of a host keep in its memory, by the key that most is due to."""
+    """What the ranks of a host keep in its memory, named by the key that takes the most."""
     fullest, ranks, needed = _fullest_on_host(plan), ranks_of_host(plan), _needed_on_host(plan)
     every = "every" if config.checkpoint.every else "every_seconds"
     names = {
@@ -164,7 +165,7 @@ def _kept_there(config: RunConfig, plan: Plan) -> str:
 
 
 def host_note(config: RunConfig, plan: Plan) -> str:
-    """A sentence if it is unknown whether hosts have the memory for activations or optimizer state; else ''."""
+    """A sentence if it is unknown whether hosts have enough memory for activations or optimizer state; else ''."""
     if plan.device != "cuda" or host_memory(config, "cuda") is not None:
         return ""
     fullest = _fullest_on_host(plan)
@@ -176,7 +177,7 @@ def host_note(config: RunConfig, plan: Plan) -> str:
 
 
 def _fullest_on_host(plan: Plan) -> dict[str, int]:
-    """What the rank that has most there keeps in host memory."""
+    """What the rank that uses the most host memory keeps there."""
     return max(pipeline_memories(plan), key=lambda kinds: sum(kinds[kind] for kind in ON_HOST))
 
 
@@ -185,12 +186,12 @@ def _needed_on_host(plan: Plan) -> int:
 
 
 def ranks_of_host(plan: Plan) -> int:
-    """Ranks on a host."""
+    """The number of ranks on a host."""
     return min(plan.mesh.size, NODE_GPUS)
 
 
 def fits_host(config: RunConfig, plan: Plan) -> bool:
-    """Whether `require_host` raises nothing."""
+    """Whether `require_host` passes."""
     try:
         require_host(config, plan)
     except PentadError:
@@ -199,12 +200,12 @@ def fits_host(config: RunConfig, plan: Plan) -> bool:
 
 
 def installed_bytes() -> int:
-    """RAM of this host."""
+    """Bytes of RAM in this host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_bytes() -> int | None:
-    """What this host, or the container, can still give; None if it does not say."""
+    """Bytes that this host, or the container, can still give; None if unknown."""
     available, container = memory_facts().get("MemAvailable"), container_bytes()
     if available is None or container is None:
         return available
@@ -212,7 +213,7 @@ def free_bytes() -> int | None:
 
 
 def memory_facts() -> dict[str, int]:
-    """Of this host, in bytes by the names of Linux."""
+    """/proc/meminfo of this host, in bytes by Linux's names; empty where there is none."""
     try:
         lines = MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -222,7 +223,7 @@ def memory_facts() -> dict[str, int]:
 
 
 def container_bytes() -> tuple[int, int] | None:
-    """What a container may use, and what it uses but for a cache, which the kernel gives back. None without a limit
+    """A container's limit, and its usage without the cache that the kernel can reclaim, in bytes. None without a limit
     ('max')."""
     for limit, used, statistics, cache in CGROUP_FILES:
         try:

@@ -32,7 +32,7 @@ def format_duration(seconds: float | None) -> str:
     """'59 ms', '2.3 s', '1 h 20 min'"""
     if seconds is None:
         return "-"
-    if seconds < 0.9995:  # what three digits round to a second is one
+    if seconds < 0.9995:  # 0.9996 rounds to 1 s at three digits
         return f"{1e3 * seconds:.3g} ms" if seconds >= 0.9995e-3 else f"{1e6 * seconds:.3g} us"
     if seconds < 100:
         return f"{seconds:.3g} s"

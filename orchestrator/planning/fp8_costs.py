@@ -1,5 +1,5 @@
-"""What casts to 8 bits take beside products, and whether experts multiply in 8 bits: only where that is faster, as
-measured."""
+"""What casts to FP8 cost beside products, and whether experts multiply in FP8: only where measurements say it is
+faster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pentad.schedules.spec.tensors import fp8_matrices
 
 
 def in_8_bits(config: RunConfig, model: ModelSpec, rates: Rates) -> bool:
-    """Raises PentadError if experts cannot multiply in 8 bits but are to (precision.fp8_experts = always)."""
+    """Whether experts multiply in FP8. Raises PentadError if they must (precision.fp8_experts = always) but cannot."""
     wanted, mesh, scaling = config.precision.fp8_experts, config.mesh.mesh, config.precision.matmul.removeprefix("fp8-")
     if wanted == "never" or (wanted == "auto" and model.experts is None):
         return False
@@ -28,8 +28,8 @@ def in_8_bits(config: RunConfig, model: ModelSpec, rates: Rates) -> bool:
 
 
 def why_not(model: ModelSpec, scaling: str, mesh: Mesh, tokens: int, rates: Rates | None) -> str:
-    """Why experts stay in the compute dtype, '' if with so many tokens of a microbatch on a rank 8 bits are faster, at
-    these rates or on an H200."""
+    """Why experts stay in the compute dtype; '' if FP8 is faster with this many tokens of a microbatch on a rank, at
+    these rates or else on an H200."""
     if problem := _impossible(model, scaling, mesh):
         return problem
     assert model.experts is not None
@@ -42,7 +42,7 @@ def why_not(model: ModelSpec, scaling: str, mesh: Mesh, tokens: int, rates: Rate
 
 
 def shared_in_8_bits(config: RunConfig, model: ModelSpec) -> bool:
-    """Whether the shared expert multiplies in 8 bits: if its matrices are whole tiles on every rank."""
+    """Whether the shared expert multiplies in FP8: if its matrices are whole tiles on every rank."""
     return _shared_width(model, config.mesh.mesh) > 0 and not why_not_shared(model, config.mesh.mesh)
 
 
@@ -70,8 +70,8 @@ def _impossible(model: ModelSpec, scaling: str, mesh: Mesh) -> str:
 
 
 def unread_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates: Rates) -> tuple[float, float]:
-    """Seconds that F and B of these layers take less with delayed scaling: casts do not read the inputs of their
-    products for a maximum first, nor the operands of what makes those."""
+    """Seconds that F and B of these layers save with delayed scaling: casts read neither the inputs of their products
+    for a maximum first, nor the operands from which fused kernels make these inputs."""
     if piece.fp8 is None or not piece.fp8.delayed or piece.device != "cuda":
         return 0.0, 0.0
     forward, backward = 0, 0
@@ -79,7 +79,8 @@ def unread_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates:
         outputs, inputs = matrix.shape
         is_unit = matrix.name.endswith(".down")  # whose input is made of twice as many values, gate and up
         forward += inputs * (1 + is_unit)
-        # its gradient; that of gate and up is made of these and of the unit's; attention's result is cast once more
+        # the gradient of the result; that of gate and up is made from both and the gradient of the unit's output;
+        # attention's result is cast once more
         backward += outputs // 2 if matrix.name.endswith(".gate_up") else outputs
         backward += 2 * inputs * is_unit + inputs * matrix.name.endswith(".out")
     share = piece.tokens * piece.itemsize / piece.mesh.tp / rates.elementwise
@@ -87,18 +88,18 @@ def unread_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates:
 
 
 def unfused_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates: Rates) -> tuple[float, float]:
-    """Seconds that F and B of these layers take more with scales of rows, whose casts are kernels of their own, than
-    with one scale a tensor: values are written in 16 bits, read for their maxima, and read to be cast."""
+    """Seconds that F and B of these layers lose with scales of rows, whose casts are separate kernels, compared with
+    one scale a tensor: values are written in 16 bits, read for their maxima, and read again to be cast."""
     if piece.fp8 is None or piece.fp8.scaling != "row" or piece.device != "cuda":
         return 0.0, 0.0
     forward, backward = 0, 0
     for matrix in fp8_matrices(model, piece.fp8, layers):
         outputs, inputs = matrix.shape
-        if matrix.name.endswith(".down"):  # the unit, whose kernels would read twice and thrice as many values again
+        if matrix.name.endswith(".down"):  # the unit, whose kernels would read two and three times as many values again
             forward, backward = forward + inputs, backward + 8 * inputs
         elif not matrix.name.endswith(".out"):  # a norm
             forward, backward = forward + 2 * inputs, backward + 3 * inputs
-        if not matrix.name.endswith(".gate_up"):  # of gradients both rows and columns have maxima
+        if not matrix.name.endswith(".gate_up"):  # gradients have maxima of rows and of columns
             backward += outputs
     share = piece.tokens * piece.itemsize / piece.mesh.tp / rates.elementwise
     return forward * share, backward * share

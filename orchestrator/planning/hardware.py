@@ -1,5 +1,5 @@
-"""What devices and links attain, by data sheets and by rates assumed until a run has measured its own; and the GPUs of
-this machine, found without torch, Ray or NVML."""
+"""What devices and links attain, from data sheets and from rates assumed until a run has measured its own; and the GPUs
+of this machine, found without torch, Ray or NVML."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from pentad.schedules.simulate.rates import HOST_ORDER, AttentionRates, ExpertRa
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Experts, Scaling
 
-NODE_GPUS = 8  # of a host, with fast links among them
+NODE_GPUS = 8  # of a host, with fast links between them
 
 
-# Of the figures of a GPU what training attains: measured on H200s with NVLink. FLOP/s are those under the power limit:
-# products of 8192^3 start at 780 TFLOP/s and 1,980 MHz, and fall to 660 and 1,455 within seconds (jitter-2xh200.json).
+# The shares of a GPU's data-sheet figures that training attains, measured on H200s with NVLink. FLOP/s are under the
+# power limit: products of 8192^3 start at 780 TFLOP/s and 1,980 MHz and fall to 660 and 1,455 within seconds
+# (jitter-2xh200.json).
 ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK = 660 / 989, 3 / 4.8, 330 / 450, 50 / 64
 INTER_HOST = 40 * GB  # 400 Gbit/s a GPU
-# Seconds of the host to issue an exchange inside a layer, by NCCL and by peer copies: fitted (docs/performance.md).
+# Seconds that the host needs to issue an exchange inside a layer, by NCCL and by peer copies: fitted
+# (docs/performance.md).
 ISSUE, PEER_ISSUE = 200e-6, 250e-6
-LAYER_ISSUE = (3.8e-4, 8e-4, 0.9e-4)  # and F, B and W of a layer (tests/bench/results/llama-1b-4xh200.json)
-TP_HIDDEN = 0.5  # of tp's bytes on a host, fitted to runs with two and four ranks (docs/performance.md)
-GROUPED_EFFICIENCY = 0.5  # of the FLOP/s of other products is what grouped products of experts attain
+LAYER_ISSUE = (3.8e-4, 8e-4, 0.9e-4)  # to issue F, B and W of a layer (tests/bench/results/llama-1b-4xh200.json)
+TP_HIDDEN = 0.5  # share of tp's bytes on a host that overlap, fitted to runs with 2 and 4 ranks (docs/performance.md)
+GROUPED_EFFICIENCY = 0.5  # FLOP/s of the grouped products of experts, relative to other products
 
 
 def _uniform(
     flops: float, memory: float, links: tuple[Links, Links], host_memory: Link, launch: float, issue: float, source: str
 ) -> Rates:
-    """Without a difference between sizes of products, and between kinds of operations on a link. `links` are those on
-    the host and to other hosts."""
+    """Rates that depend neither on the size of a product nor on the kind of operation on a link. `links` are those
+    inside a host and between hosts."""
     constant = ((1.0, flops),)
     return Rates(
         products=constant,
@@ -60,7 +62,7 @@ def _uniform(
     )
 
 
-# A CPU core with transfers through memory.
+# A CPU core; transfers go through memory.
 CPU_RATES = _uniform(
     20e9, 10 * GB, 2 * (Links.uniform(100e-6, GB),), Link(100e-6, 5 * GB), 50e-6, 0.0, "assumed for a CPU core"
 )
@@ -68,7 +70,7 @@ CPU_RATES = _uniform(
 
 @cache
 def rates_of(device: str, gpu: str = "") -> Rates:
-    """What a rank on a 'cpu' is assumed to attain, or with 'cuda' on a GPU of this name ('': the assumed one)."""
+    """The rates assumed for a rank on a 'cpu', or with 'cuda' on a GPU of this name ('': the assumed one)."""
     if device == "cpu":
         return CPU_RATES
     name = gpu or ASSUMED_GPU
@@ -89,14 +91,14 @@ def rates_of(device: str, gpu: str = "") -> Rates:
 
 
 def rates_for(section: ClusterSection, device: str) -> Rates:
-    """Those that plans are made with on 'cpu' or 'cuda' devices (cluster.rates). Raises PentadError for a table that
-    cannot be read."""
+    """The rates that plans for 'cpu' or 'cuda' devices are made with (cluster.rates). Raises PentadError for a table
+    that cannot be read."""
     rates = _rates_for(section, device)
     return launched(rates) if section.cuda_graphs else rates
 
 
 def launched(rates: Rates) -> Rates:
-    """With graphs: no host issues what is in one."""
+    """Rates with CUDA graphs: the host issues nothing that is in a graph."""
     return replace(rates, issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0))
 
 
@@ -107,34 +109,35 @@ def _rates_for(section: ClusterSection, device: str) -> Rates:
 
 
 def kernel_times(section: ClusterSection) -> tuple[KernelTimes, ...]:
-    """What implementations take on the GPU of plans, by the table that they take rates from; () without one."""
+    """How long kernel implementations take on the GPU of plans, from the table that their rates come from; () without
+    one."""
     gpu = gpu_of(section)
     place = _table_place(section, gpu)
     return () if place is None else read_table(place[0], gpu, place[1]).kernels
 
 
 def _table_place(section: ClusterSection, gpu: str) -> tuple[Path, str] | None:
-    """The file of a device's table, and what says so; None: the rates of its data sheet count."""
+    """The file of a device's table and the setting that selected it; None if the rates of its data sheet apply."""
     if section.rates not in ("auto", "builtin"):
         return expanded(section.rates), "cluster.rates"
     path = place_of(gpu)
     return None if section.rates == "builtin" or not path.exists() else (path, "cluster.rates is auto, which")
 
 
-# How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
+# Speedup of products in FP8 on a Hopper GPU, by granularity of scales (tests/bench/results/fp8-h200.json).
 FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
-# Of an H200 in F, B and W, in the dtype of compute and in 8 bits (tests/bench/results/fp8-experts-h200.json).
+# FLOP/s of experts on an H200 in F, B and W: in the compute dtype, and in FP8
+# (tests/bench/results/fp8-experts-h200.json).
 EXPERT_FLOPS = ((6.4e14, 6.3e14, 4.5e14), (5.9e14, 6.4e14, 4.1e14))
 
 
 def expert_rows(experts: Experts, tokens: int, mesh: Mesh) -> float:
-    """Mean rows of an expert in a product, with as many `tokens` of a microbatch on each rank of an ep group."""
+    """Mean rows of an expert in a product, with this many `tokens` of a microbatch on each rank of an ep group."""
     return tokens * mesh.ep * experts.top_k / experts.num_experts
 
 
 def expert_flops(rates: Rates, rows: float, *, in_8_bits: bool) -> tuple[float, ...]:
-    """FLOP/s of F, B and W of experts with so many rows each; in 8 bits, where that is unknown, as many times as fast
-    as on an H200."""
+    """FLOP/s of F, B and W of experts with so many rows each. If FP8 was not measured, it speeds up as on an H200."""
     if in_8_bits and len(rates.experts) > 1:
         return rates.experts[1].at(rows)
     known = rates.experts[0].at(rows)
@@ -158,10 +161,9 @@ def is_on_host(mesh: Mesh, axes: Collection[Axis], order: Sequence[str] = HOST_O
 
 @lru_cache(maxsize=4096)
 def links_of(rates: Rates, mesh: Mesh, axes: tuple[Axis, ...], *, in_layers: bool = False, group: int = 0) -> Links:
-    """Of the slowest link along the axes, or between each `group` of consecutive ranks along them, between layers or
-    inside them. Where these ranks share a host, transfers
-    and ZeRO's collectives take the rates of peer copies; exchanges inside layers, whose copies wait for slots as well,
-    those of NCCL: at the others, runs with tp4 and ep4 were predicted worse."""
+    """The slowest links along the axes, or within each `group` of consecutive ranks along them, for exchanges between
+    or inside layers. On one host, transfers and ZeRO's collectives take the rates of peer copies, but exchanges inside
+    layers those of NCCL: their copies also wait for slots, and peer rates predicted runs with tp4 and ep4 worse."""
     held, ranks = ranks_on_host(mesh, axes, rates.host_order), math.prod(getattr(mesh, axis) for axis in axes)
     if group:
         held, ranks = math.gcd(held, group), group
@@ -171,7 +173,7 @@ def links_of(rates: Rates, mesh: Mesh, axes: tuple[Axis, ...], *, in_layers: boo
 
 
 def require_tp_on_node(mesh: Mesh, *, across: bool) -> None:
-    """Raises PentadError for more tp ranks than a host has GPUs, unless they may be on several (`across`)."""
+    """Raises PentadError for more tp ranks than a host has GPUs, unless they may span hosts (`across`)."""
     if mesh.tp > NODE_GPUS and not across:
         expected = f"at most {NODE_GPUS}, the GPUs of a node, or mesh.tp_across_nodes = true"
         raise PentadError(f"mesh.tp is {mesh.tp}: expected {expected}")
@@ -203,7 +205,7 @@ def local_device(section: ClusterSection, ranks: int) -> tuple[str, str]:
 
 
 def gpu_name() -> str:
-    """The driver's name of this machine's first GPU, '' without one."""
+    """The driver's name for this machine's first GPU; '' if there is none."""
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -213,7 +215,8 @@ def gpu_name() -> str:
 
 
 def figures_of(name: str) -> Gpu:
-    """Of a GPU by the table; of this machine's by measurement if the table lacks it. Raises PentadError for others."""
+    """The figures of a GPU, from the table; if the table lacks it and it is this machine's, by measurement. Raises
+    PentadError for others."""
     if name in GPUS:
         return GPUS[name]
     if name == gpu_name():
@@ -225,5 +228,5 @@ def figures_of(name: str) -> Gpu:
 
 
 def gpu_of(section: ClusterSection) -> str:
-    """The GPU that plans are for: that of the configuration, else this machine's, else the assumed one."""
+    """The GPU that plans are for: the configured one, else this machine's, else the assumed one."""
     return section.gpu or gpu_name() or ASSUMED_GPU

@@ -1,5 +1,5 @@
-"""How a run lays its model out before anything is compiled: the compute order, layers of stages, and their units; and
-its batches, including those of data-aware groups (data.balance dynamic)."""
+"""How a run lays out its model before anything is compiled: compute order, layers of stages and their units; and its
+batches, including those of data-aware groups (data.balance dynamic)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ from pentad.schedules.spec.tensors import LayerRange, head_in_layers, layers_of_
 UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
 LOGIT_BYTES = 512 * 2**20  # of a chunk
 TILE_ROWS = 128
-CAPACITY_FACTOR = 1.25  # of ranks of data-aware groups, unless the configuration says otherwise
-# 'auto' times the reductions of gradients of so many orders that take at most this share longer than the best one.
+CAPACITY_FACTOR = 1.25  # for ranks of data-aware groups, unless configured
+# 'auto' also times the gradient reductions of at most MOST_NEAR orders whose steps are at most NEAR longer than the
+# best.
 MOST_NEAR, NEAR = 5, 0.05
-LONGER = 4  # programs of more microbatches than schedule.microbatches, at most
+LONGER = 4  # at most this many programs with more microbatches than schedule.microbatches
 Placement = Sequence[Sequence[int]]
 
 
@@ -52,7 +53,7 @@ def unit_placement(config: RunConfig, device: str) -> tuple[tuple[int, ...], ...
 
 
 def layout_of(config: RunConfig, model: ModelSpec, device: str) -> tuple[Program | None, Layout]:
-    """What `compute_order` finds, and how it, or else the schedule of the catalogue, places stages."""
+    """The result of `compute_order`, and the placement of stages by it or else by the catalogue's schedule."""
     order = compute_order(config, model, device, config.schedule.microbatches)
     layout = config.layout() if order is None else Layout.of(order)
     assert layout is not None
@@ -70,9 +71,9 @@ def default_units(config: RunConfig, model: ModelSpec, layout: Layout, dtype: st
 def units_of(
     config: RunConfig, model: ModelSpec, stages: Sequence[LayerRange], mesh: Mesh, dtype: str, *, shared: bool
 ) -> tuple[int, ...]:
-    """The number of units of each stage, given its layers: of memory.unit_layers each; by default of one where layers
-    recompute or are offloaded, and of at most UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce
-    some while backward continues. What a custom model recomputes is a whole stage."""
+    """The number of units of each stage, given its layers. A unit has memory.unit_layers layers; by default one where
+    layers recompute or are offloaded, and at most UNIT_BYTES of gradients where ranks have `shared` parameters, so that
+    some are reduced while backward continues. A custom model recomputes whole stages."""
     found, lora, parameters = [], config.lora_spec, dict[Kind, int]()
     for layers in stages:
         size = config.memory.unit_layers or len(layers.numbers)
@@ -88,12 +89,11 @@ def units_of(
 
 
 def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches: int) -> Program | None:
-    """The compute order of this many microbatches for a schedule from a file or 'auto', whose layout only its program
-    tells.
+    """The compute order with this many microbatches, for a schedule from a file or 'auto', whose layout is known only
+    from its program. None for a schedule of the catalogue.
 
-    'auto' takes the order whose step is the shortest at guessed costs, or the one whose busiest rank ends first if
-    there is no barrier at the end of a step; or the one that the run has been re-planned to. None for a schedule of the
-    catalogue.
+    'auto' takes the order with the shortest step at guessed costs, or, without a barrier at the end of a step, the
+    order whose busiest rank ends first; or the order that the run was re-planned to.
     """
     section, ranks = config.schedule, config.mesh.pp
     if section.name in CATALOGUE:
@@ -124,15 +124,15 @@ def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches
 def _order_costs(
     config: RunConfig, model: ModelSpec, device: str, layers: Sequence[LayerRange], placement: Placement
 ) -> Costs:
-    """Those of stages or units that neither slice sequences nor recompute or offload anything."""
+    """Costs of stages or units with no sliced sequences, recomputation or offloading."""
     rates = rates_for(config.cluster, device)
     piece = first_piece(config, device, 1, fp8_spec(config, model, rates))._replace(cp_method="ring")
     return guess_costs(model, layers, placement, piece, rates, zero=config.zero.stage, lora=config.lora_spec)
 
 
 def _seconds_with_reductions(config: RunConfig, model: ModelSpec, device: str, order: Program) -> float:
-    """Seconds of a step in this order, in which ranks with the same parameters reduce their gradients; those of ZeRO-2
-    and 3 are timed as those of ZeRO-1."""
+    """Seconds of a step in this order, including the reductions of gradients between ranks with the same parameters;
+    ZeRO-2 and 3 are timed as ZeRO-1."""
     layout = Layout.of(order)
     units = default_units(config, model, layout, compute_dtype(config, device))
     stages = split(model, layout.placement, config.batch.sequence_length, config.schedule.layers_per_stage)
@@ -159,7 +159,7 @@ def objective_of(config: RunConfig) -> Objective:
 def split(
     model: ModelSpec, placement: Placement, length: int, given: Sequence[int] | None = None
 ) -> tuple[LayerRange, ...]:
-    """The layers of each stage: as many as `given`, or so that the busiest rank does as little as possible."""
+    """The layers of each stage: as `given`, or so that the busiest rank does as little as possible."""
     if given is not None:
         return layers_of_sizes(given, has_ends=model.custom is None)
     if model.custom is not None:
@@ -175,9 +175,9 @@ def batch_spec(config: RunConfig) -> BatchSpec:
 
 
 def _longer(config: RunConfig) -> tuple[int, ...]:
-    """Numbers of microbatches of longer steps that get a program, up to data.microbatch_factor: few, as what a pipeline
-    has no documents for is left out. Multiples of what schedule.microbatches is one of, for schedules that need that.
-    """
+    """The microbatch counts of longer steps that get a program of their own, up to data.microbatch_factor. A few
+    suffice, as microbatches without documents are skipped. Multiples of the group or pipeline size if
+    schedule.microbatches is one, for schedules that need that."""
     count, unit = config.schedule.microbatches, config.schedule.group or config.mesh.pp
     if config.data.balance != "dynamic":
         return ()
@@ -187,7 +187,7 @@ def _longer(config: RunConfig) -> tuple[int, ...]:
 
 
 def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None) -> Piece:
-    """What a rank computes at a time, in the steps of the full batch."""
+    """What a rank computes at once, in steps with the full batch."""
     batch, mesh = batch_spec(config), config.mesh.mesh
     length = batch.sequence_length // slices // mesh.cp
     sizes = batch.micro_batch_size, length, compute_dtype(config, device), device, slices
@@ -203,7 +203,7 @@ def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None
 
 
 def shapes_of(config: RunConfig, device: str) -> list[Shape]:
-    """The calls of a run whose implementations `pentad calibrate` measures."""
+    """The shapes of a run's kernel calls whose implementations `pentad calibrate` measures."""
     layout = config.layout()
     if config.model.custom is not None or layout is None or config.data.balance == "dynamic":
         return []
@@ -213,8 +213,9 @@ def shapes_of(config: RunConfig, device: str) -> list[Shape]:
 
 
 def slots_for(config: RunConfig, mesh: Mesh, device: str, tokens: int) -> int:
-    """The `expert_slots` of a mesh's ranks with so many tokens. By default CPUs have none, nor GPUs that share
-    a host, nor runs whose steps cannot be run again with more. Raises PentadError for slots in such a run."""
+    """The `expert_slots` of a mesh's ranks with so many tokens. By default there are none on CPUs, on GPUs that share a
+    host, and in runs whose steps cannot be repeated with more slots. Raises PentadError if such a run asks for slots.
+    """
     capacity, experts = config.mesh.ep_capacity, config.model.experts
     reasons = {
         "schedule.post_validation = true, where steps change weights before the norm is known": (
@@ -237,8 +238,8 @@ def slots_for(config: RunConfig, mesh: Mesh, device: str, tokens: int) -> int:
 
 
 def logit_rows(config: RunConfig, mesh: Mesh, dtype: str) -> int:
-    """The rows of a chunk of logits in such a dtype of compute, of LOGIT_BYTES at most and full tiles of a product if
-    those are no more; 0: all are kept. Raises PentadError for models whose logits cannot be made in chunks."""
+    """The rows of a chunk of logits in this compute dtype: at most LOGIT_BYTES, in full tiles if a tile fits; 0: all
+    logits are kept. Raises PentadError for models whose logits cannot be made in chunks."""
     if config.memory.logits != "recompute":
         return 0
     if found := kept_logits(config):
@@ -262,13 +263,13 @@ def row_fraction(config: RunConfig) -> float:
 
 
 def compute_dtype(config: RunConfig, device: str) -> str:
-    """precision.compute, or what suits 'cpu' or 'cuda' devices."""
+    """precision.compute, or for 'auto' the default of 'cpu' or 'cuda' devices."""
     chosen = config.precision.compute
     return {"cuda": "bfloat16", "cpu": "float32"}[device] if chosen == "auto" else chosen
 
 
 def divided(config: RunConfig, plan: Plan) -> BatchSpec:
-    """A plan's batch, as data.balance divides it."""
+    """A plan's batch, divided as data.balance says."""
     section = config.data
     if section.balance == "none":
         return plan.batch
@@ -283,14 +284,14 @@ def grouped(plan: Plan, factor: float = CAPACITY_FACTOR) -> BatchSpec:
     """A plan's batch with data-aware groups, in which a rank holds at most `factor` times its even share of tokens."""
     batch, mesh = plan.batch, plan.mesh
     even = batch.micro_batch_size * batch.sequence_length / mesh.cp
-    unit = math.lcm(2, mesh.tp)  # of a shared sequence's two chunks, and of tokens that tp ranks divide
+    unit = math.lcm(2, mesh.tp)  # a shared sequence has two chunks, and tp ranks divide its tokens
     costs = batch.document_costs or document_costs(plan)
     return replace(batch, document_costs=costs, capacity=unit * math.ceil(factor * even / unit))
 
 
 def document_costs(plan: Plan) -> DocumentCosts:
-    """Seconds of F, B and W at the plan's rates, over those of a token without attention: quadratic in the tokens of a
-    document for attention, whose rate is that at the length of a sequence. Rounded, for config.yaml."""
+    """Seconds of F, B and W at the plan's rates, relative to a token without attention. Attention is quadratic in a
+    document's tokens, at its rate for a full sequence. Rounded, for config.yaml."""
     model, mesh, length = plan.model, plan.mesh, plan.batch.sequence_length
     rates, whole = plan.rates or rates_of(plan.device, plan.gpu), LayerRange(0, model.layers, True, True)
     tokens, alone = plan.batch.micro_batch_size * length, Mesh(tp=mesh.tp, ep=mesh.ep)
@@ -308,7 +309,7 @@ def document_costs(plan: Plan) -> DocumentCosts:
 
 
 def _ring_bytes(model: ModelSpec, dtype: str) -> int:
-    """For each token that a rank receives: keys and values in F and in B, and the sums of their gradients."""
+    """Bytes that a rank receives for each token: keys and values in F and in B, and the sums of their gradients."""
     width = model.kv_heads * 2 * model.qk_head_dim
     if model.mla is not None:
         width = model.heads * (model.qk_head_dim + model.mla.v_head_dim)
@@ -331,7 +332,7 @@ def _group_rules(config: RunConfig, model: ModelSpec, program: Program) -> Itera
         yield f"mesh.cp_method is {config.mesh.cp_method}: expected ring"
     if config.precision.matmul != "compute":
         yield f"precision.matmul is {config.precision.matmul}: expected compute"
-    if config.elastic.check_every:  # whose inputs are of sequences
+    if config.elastic.check_every:  # its inputs are sequences
         yield f"elastic.check_every is {config.elastic.check_every}: expected 0"
     if memory.max_resident_microbatches is not None:
         yield f"memory.max_resident_microbatches is {memory.max_resident_microbatches:g}: expected null"

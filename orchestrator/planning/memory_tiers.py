@@ -1,10 +1,10 @@
-"""memory.offload_fraction: auto. Which part of the saved activations stays on the device, which goes to the host, and
-which is computed again: the three tiers of MEMO (arXiv 2407.12117).
+"""memory.offload_fraction: auto. Chooses which saved activations stay on the device, which go to the host, and which
+are recomputed: the three tiers of MEMO (arXiv 2407.12117).
 
-Copies that the schedule hides cost nothing, copies beyond that and recomputation cost seconds. For a rank that lacks
-memory the cheapest mixture is a linear program with one constraint, the bytes to free, and a bound for every tier: a
-continuous knapsack. The ranks share one number of layers that recompute, or with memory.recompute_fraction auto one
-share of the rows in all layers; how much each offloads is its own.
+Copies that the schedule hides are free; further copies and recomputation cost seconds. For a rank that lacks memory,
+the cheapest mixture is a linear program with one constraint, the bytes to free, and a bound for every tier: a
+continuous knapsack. All ranks recompute the same number of layers, or with memory.recompute_fraction auto the same
+share of rows in all layers; each offloads as much as it needs.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from pentad.schedules.spec.plan import Plan
 from pentad.schedules.verify.check import check
 
 Maker = Callable[..., Plan]  # `make_plan` of a configuration, with `units` and `fractions`
-# How often, and by how much, a fraction is raised for what is not linear in it: tensors that are cut.
+# How often, and by how much, a fraction is raised because memory is not quite linear in it: tensors are cut.
 RAISES, RAISED = 8, 0.02
-# Units that compute beside a copy, in a pipeline, where forwards in a row are followed by as many backwards.
+# Units of compute that a copy may overlap, tried in a pipeline, where runs of forwards are followed by runs of
+# backwards.
 PREFETCHES = (1, 2, 4, 8)
-NO_COST = 1.001  # times the step without any copies
-ROW_STEPS = 32  # parts of the rows, of which memory.recompute_fraction auto takes some
+NO_COST = 1.001  # times the step without copies: counts as free
+ROW_STEPS = 32  # steps in which memory.recompute_fraction auto divides the rows
 
 
 class Tier(NamedTuple):
-    """`gain` are the bytes that all of it frees, in `seconds`; of which at most the share `limit` can be had."""
+    """All of the tier frees `gain` bytes and takes `seconds`; at most the share `limit` of it is available."""
 
     gain: float
     seconds: float
@@ -44,9 +45,10 @@ class Tier(NamedTuple):
 
 
 def cheapest(need: float, tiers: Sequence[Tier]) -> list[float]:
-    """The shares of the tiers that free `need` bytes in the fewest seconds; all that there is if that is not enough.
+    """The shares of the tiers that free `need` bytes in the fewest seconds; all that is available if that is not
+    enough.
 
-    One constraint and bounds: the optimum takes the tiers in the order of seconds a byte (Dantzig, 1957).
+    One constraint and bounds: the optimum takes the tiers in order of seconds a byte (Dantzig, 1957).
     """
     shares = [0.0] * len(tiers)
     for index in sorted(range(len(tiers)), key=lambda index: tiers[index].seconds / max(tiers[index].gain, 1.0)):
@@ -59,7 +61,7 @@ def cheapest(need: float, tiers: Sequence[Tier]) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class _Tried:
-    """A plan that is compared, never run; `alike`, if any, has its program, and so the same state and events."""
+    """A plan to compare, never run. If `alike` is set, it has the same program, and so the same state and events."""
 
     plan: Plan
     alike: _Tried | None = None
@@ -74,7 +76,7 @@ class _Tried:
 
     @cached_property
     def memory(self) -> list[dict[str, int]]:
-        """By pipeline rank, bytes by kind."""
+        """Bytes by kind, for each pipeline rank."""
         return pipeline_memories(self.plan, self.state)
 
     @cached_property
@@ -92,12 +94,12 @@ class _Tried:
 def choose_tiers(
     config: RunConfig, device: DeviceMemory, host: HostMemory | None, make: Maker, *, proved: bool
 ) -> Plan:
-    """The plan that fits in the least simulated time, of those with the least recomputation and offloading that fit
-    with each of PREFETCHES; if none fits, with the most of both. Only this one is `proved`, if any; what `make` returns
-    is not.
+    """The plan with the least simulated time, among those that fit with the least recomputation and offloading for each
+    of PREFETCHES; if none fits, one with the most of both. If `proved`, only the chosen plan is proved: `make` proves
+    none.
 
     Without memory.recompute nothing recomputes; with memory.recompute_layers that many layers do. Raises PentadError if
-    something has to go to a host whose memory is unknown (None).
+    something must be offloaded to a host whose memory is unknown (None).
     """
     found = _chosen(config, device, host, make)
     for program in found.trained_programs if proved else ():
@@ -145,8 +147,8 @@ def _with_prefetch(
 
 
 class _Search:
-    """Tries plans that differ in their fractions and in what recomputes: this many of `steps`, which are layers of each
-    stage, or with memory.recompute_fraction auto parts of the rows. `most` does most of both."""
+    """Tries plans with different fractions and different recomputation, of 0 to `steps` layers of each stage, or with
+    memory.recompute_fraction auto parts of the rows. `most` does the most of both."""
 
     def __init__(
         self, config: RunConfig, device: DeviceMemory, host: HostMemory, make: Maker, known: dict[Hashable, _Tried]
@@ -161,11 +163,11 @@ class _Search:
         self.plan = cache(self._plan)
 
     def _plan(self, step: int | None, fraction: float, fractions: tuple[float, ...] = ()) -> _Tried:
-        """With as much recomputation as configured if `step` is None. Plans share a program if the same layers
-        recompute, and if the same units offload, or none do."""
+        """`step` None: recomputes as much as configured. Plans share a program if the same layers recompute, and the
+        same units offload or none do."""
         config = _with(self.config, None if step is None else step / max(1, self.steps), fraction, self.steps)
         shares, section = fractions or config.memory.fractions(self.layers), config.memory
-        # what does not offload may have CUDA graphs, if they fit
+        # without offloading, a plan may use CUDA graphs if they fit
         own = section.offload_prefetch if any(shares) else section.recompute_fraction
         key = section.recompute, section.recompute_layers, tuple(map(bool, shares)), own
         if (alike := self.known.get(key)) is None:
@@ -180,7 +182,7 @@ class _Search:
         return _Tried(with_slots(plan), alike)
 
     def first_step(self) -> int:
-        """The step of the solution of the linear program, as if tensors could be cut anywhere."""
+        """The linear program's recomputation, as if tensors could be cut anywhere, rounded up to a step."""
         if self.config.memory.recompute_layers or not self.steps:
             return self.config.memory.recompute_layers or 0
         none, offloaded, recomputed = self.plan(0, 0.0), self.plan(0, 1.0), self.plan(self.steps, 0.0)
@@ -189,7 +191,7 @@ class _Search:
         for rank, total in enumerate(none.needed):
             gains = [total - other.needed[rank] for other in (offloaded, recomputed)]
             free = min(hidden[rank], caps[rank])
-            # the time of a step grows with what is copied beyond that
+            # only what is copied beyond the free part lengthens the step
             copies = (offloaded.seconds - none.seconds) / (1 - free) if free < 1 else 0.0
             tiers = (
                 Tier(gains[0], 0.0, free),
@@ -200,8 +202,8 @@ class _Search:
         return math.ceil(max(shares) * self.steps - 1e-9)
 
     def caps(self, offloaded: _Tried, halved: Callable[[], _Tried]) -> list[float]:
-        """By pipeline rank: the share for which the host has memory, from plans that offload all and half. Not all
-        tensors are cut, so that some of what is moved is moved with any share."""
+        """By pipeline rank, the share that the host has memory for, from plans that offload everything and half. Some
+        tensors are never cut, so that part of the bytes moves at any share."""
         moved = [each["host"] for each in offloaded.memory]
         room = self.host.bytes / ranks_of_host(offloaded.plan)
         spare = [room - sum(each[kind] for kind in ON_HOST if kind != "host") for each in offloaded.memory]
@@ -211,12 +213,13 @@ class _Search:
         for half, size, free in zip(halved().memory, moved, spare, strict=True):
             whole = 2 * half["host"] - size
             share = (free - whole) / max(1, size - whole)
-            # rounded down: slots are aligned, and sums of parts of tensors are not exactly those of all
+            # rounded down: slots are aligned, and parts of tensors do not add up exactly to the whole
             found.append(math.floor(1000 * min(1.0, max(0.0, share))) / 1000)
         return found
 
     def plan_with(self, step: int) -> _Tried | None:
-        """With the least fractions with which every rank fits if so much recomputes; None if there are none."""
+        """The plan with the smallest fractions at which every rank fits with so much recomputation; None if there is
+        none."""
         none, offloaded = self.plan(step, 0.0), self.plan(step, 1.0)
         caps, shares = self.caps(offloaded, partial(self.plan, step, 0.5)), list[float]()
         for cap, total, least in zip(caps, none.needed, offloaded.needed, strict=True):
@@ -233,8 +236,8 @@ class _Search:
         return None
 
     def faster(self, found: _Tried, step: int) -> _Tried:
-        """The plan that fits at this step, or one at an earlier step that takes less time: a pipeline has slack for
-        copies that are later than their deadlines, which `first_step` does not count."""
+        """The plan that fits at this step, or a faster one from an earlier step: a pipeline has slack for copies that
+        miss their deadlines, which `first_step` does not count."""
         for earlier in range(step - 1, 0, -1):
             other = self.plan_with(earlier)
             if other is None or other.seconds >= found.seconds:
@@ -244,12 +247,12 @@ class _Search:
         return found if without is None or without.seconds >= found.seconds else without
 
     def all_of_both(self) -> _Tried:
-        """What does most of both, as far as the host has memory."""
+        """The plan with the most of both, within the host's memory."""
         caps = self.caps(self.most, partial(self.plan, None, 0.5))
         return self.plan(None, 1.0, self.fractions(caps))
 
     def fractions(self, shares: Sequence[float]) -> tuple[float, ...]:
-        """By unit: the largest share of the ranks that hold it."""
+        """For each unit, the largest share among the ranks that hold it."""
         found = [0.0] * len(self.layers)
         for share, held in zip(shares, self.most.plan.program.placement, strict=True):
             for unit in held:
@@ -258,7 +261,7 @@ class _Search:
 
 
 def largest_stage(plan: Plan) -> int:
-    """Layers of the largest stage of a pipeline."""
+    """Number of layers in the largest stage of a pipeline."""
     counts = [0] * (1 + plan.program.stage_of[-1])
     for unit, layers in enumerate(plan.layers):
         counts[plan.program.stage_of[unit]] += len(layers.numbers)
@@ -266,7 +269,7 @@ def largest_stage(plan: Plan) -> int:
 
 
 def _with(config: RunConfig, recomputed: float | None, fraction: float, layers: int = 0) -> RunConfig:
-    """In which this share recomputes (None: as much as configured), of the rows or of this many layers of each
+    """The configuration with this share recomputed (None: as configured), of the rows or of `layers` layers of each
     stage."""
     changed: dict[str, object] = {"offload_fraction": fraction}
     by_rows = config.memory.recompute_fraction == "auto"

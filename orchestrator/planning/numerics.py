@@ -1,4 +1,4 @@
-"""From the sections on optimizer and precision to what the ranks run."""
+"""From the optimizer and precision sections to what the ranks run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
 
 SCALINGS: dict[str, Scaling] = {"fp8-tensor": "tensor", "fp8-row": "row", "fp8-block": "block"}
-# Names of GPUs that cannot multiply in 8 bits (before compute capability 8.9), and of those for whose blocks cuBLAS has
-# float32 scales (9.0, Hopper).
+# Names of GPUs without FP8 (before compute capability 8.9), and of those where cuBLAS takes float32 scales of blocks
+# (9.0, Hopper).
 WITHOUT_FP8 = re.compile(r"\b(A\d|V100|P\d|T4|[RG]TX [123]0\d\d|Quadro)")
-# They are also those on which cuDNN's deterministic backward of attention was measured.
+# Also the ones on which cuDNN's deterministic backward of attention was measured.
 HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
 
 
@@ -46,8 +46,8 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
 
 
 def fp8_spec(config: RunConfig, model: ModelSpec, rates: Rates) -> Fp8Spec | None:
-    """Experts are in 8 bits where that is faster at these rates. Raises PentadError for models whose products have no
-    form in 8 bits yet."""
+    """The FP8 products of a run, None without any. Experts use FP8 where that is faster at these rates. Raises
+    PentadError for models whose products have no FP8 form yet."""
     given = config.precision
     if given.matmul == "compute":
         if given.compare_every:
@@ -72,8 +72,9 @@ def fp8_spec(config: RunConfig, model: ModelSpec, rates: Rates) -> Fp8Spec | Non
 
 
 def why_gathered_wide(scaling: Scaling, compare_every: int, *, host: bool, twice: bool) -> str:
-    """Why ZeRO-3 gathers all weights in the dtype of compute; '' if those of products in 8 bits come in 8 bits. `host`:
-    master weights are in host memory; `twice`: they follow those of compute (post-validation)."""
+    """Why ZeRO-3 gathers all weights in the compute dtype; '' if it gathers those of FP8 products in FP8. `host`:
+    master weights are in host memory; `twice`: compute weights are updated first, then master weights
+    (post-validation)."""
     reasons = {
         "F and B scale rows and columns of weights apart": scaling == "row",
         "some steps compare with gradients in the compute dtype": compare_every > 0,
@@ -84,7 +85,7 @@ def why_gathered_wide(scaling: Scaling, compare_every: int, *, host: bool, twice
 
 
 def require_fp8(plan: Plan, gpu: str) -> None:
-    """Raises PentadError if products in 8 bits do not fit the plan's shapes, or the GPU of this name ('': unknown)."""
+    """Raises PentadError if FP8 products do not fit the plan's shapes or the GPU of this name ('': unknown)."""
     if plan.fp8 is None:
         return
     matmul = f"precision.matmul is fp8-{plan.fp8.scaling}"
@@ -97,7 +98,7 @@ def require_fp8(plan: Plan, gpu: str) -> None:
         raise PentadError(f"{matmul} with precision.compute = float64 on GPUs: {expected}")
     for what, size in _sizes(plan, plan.fp8).items():
         if size % FP8_TILE:
-            dense = plan.model.dense_layers  # before those with experts
+            dense = plan.model.dense_layers  # those before the layers with experts
             skips = what.startswith("model.ffn") and 0 < dense < plan.model.layers
             others = f"precision.fp8_skip_first_layers = {dense}, " if skips else ""
             others = "precision.fp8_head = false, " if what.startswith("model.vocab") else others
@@ -106,8 +107,8 @@ def require_fp8(plan: Plan, gpu: str) -> None:
 
 
 def named_kernels(section: PrecisionSection, gpu: str) -> KernelChoice:
-    """Those of the configuration, before any have been measured, for ranks on this GPU ('': on CPUs), with the
-    libraries of this process."""
+    """The configured kernels, before any have been measured, for ranks on this GPU ('': on CPUs), with the libraries of
+    this process."""
     is_used = section.deterministic and bool(HOPPER.search(gpu)) and has_cudnn_frontend()
     return KernelChoice(section.kernels, cudnn_frontend=is_used)
 
@@ -118,14 +119,14 @@ def has_cudnn_frontend() -> bool:
 
 
 def with_kernels(config: RunConfig, plan: Plan) -> Plan:
-    """A plan with the kernels that its ranks use. Raises PentadError for those that they cannot."""
+    """The plan with the kernels that its ranks will use. Raises PentadError for kernels that they cannot."""
     gpu = gpu_of(config.cluster) if plan.device == "cuda" else ""
     plan = replace(plan, kernels=named_kernels(config.precision, gpu))
     return replace(plan, kernels=chosen_kernels(plan, kernel_times(config.cluster) if plan.device == "cuda" else ()))
 
 
 def _sizes(plan: Plan, fp8: Fp8Spec) -> dict[str, int]:
-    """Rows and columns of the operands on a rank, or of their parts that tensor ranks divide."""
+    """Rows and columns of the operands on a rank, or of the parts into which tensor ranks divide them."""
     model, mla, tp = plan.model, plan.model.mla, plan.mesh.tp
     rank = f" on each of {tp} tensor ranks (mesh.tp)" if tp > 1 else ""
     found = {

@@ -1,4 +1,4 @@
-"""Seconds of the collectives of a stage's parameters: reductions of their gradients, and gathers of their weights."""
+"""Seconds of the collectives of a stage's parameters: reductions of gradients and gathers of weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pentad.schedules.spec.tensors import LayerRange, gathered_in_8_bits
 
 
 def local_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
-    """Trained parameters of a stage on one rank: of everything but experts, and of experts."""
+    """Trained parameters of a stage on one rank: without experts, and of experts."""
     return _shard_parameters(model, lora, layers, Mesh(tp=mesh.tp, ep=mesh.ep))
 
 
@@ -28,7 +28,7 @@ def _shard_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRang
 
 
 def num_mirrors(placement: Sequence[Sequence[int]]) -> int:
-    """The pipeline ranks that hold each stage: two with DualPipe."""
+    """How many pipeline ranks hold each stage: two with DualPipe."""
     return sum(map(len, placement)) // len({stage for held in placement for stage in held})
 
 
@@ -44,13 +44,13 @@ def reduction_seconds(
     mirrors: int = 1,
     shards: int = 0,
 ) -> float:
-    """Seconds of an all-reduce of a stage's gradients, or with ZeRO of two reduce-scatters, over groups if there are so
-    many `shards`. In `bf16` terms are rounded and exchanged, or read by peers, and added, and without ZeRO sums are
+    """Seconds of an all-reduce of a stage's gradients, or with ZeRO of two reduce-scatters; within groups of `shards`
+    if that is set. In `bf16`, terms are rounded, exchanged or read by peers, and summed; without ZeRO the sums are then
     gathered."""
     shards = shards if zero else 0
     shared = partial(_shared_seconds, model, lora, span, mesh, rates, mirrors, shards)
     if bf16:
-        # The former's rate has the sum.
+        # On one host the rate of a reduce-scatter includes the sum.
         along = _along(DENSE_AXES, mirrors)
         held = ranks_on_host(mesh, along, rates.host_order)
         on_host = held % shards == 0 if shards else held == math.prod(getattr(mesh, axis) for axis in along)
@@ -76,7 +76,7 @@ def replica_seconds(
     mirrors: int,
     shards: int,
 ) -> float:
-    """Seconds in which the replicas of each of a stage's `shards` add up their gradients; those on a host share its
+    """Seconds that the replicas of each of a stage's `shards` take to sum their gradients; those on a host share its
     links with the replicas of other shards."""
     seconds, itemsize = 0.0, BYTES["bfloat16" if bf16 else "float32"]
     for size, shared in zip(local_parameters(model, lora, span, mesh), (DENSE_AXES, EXPERT_AXES), strict=True):
@@ -98,7 +98,7 @@ def replica_seconds(
 def gather_seconds(
     model: ModelSpec, lora: LoraSpec | None, span: LayerRange, piece: Piece, rates: Rates, zero: int, mirrors: int = 1
 ) -> float:
-    """Seconds of an all-gather of a stage's weights with ZeRO; beside frozen ones adapters do not count."""
+    """Seconds of an all-gather of a stage's weights with ZeRO. Adapters do not count beside frozen weights."""
     gathered, fp8 = (None, piece.fp8) if zero == 3 else (lora, None)
     given = model, gathered, span, piece.mesh, rates, mirrors, piece.zero_shards
     return _shared_seconds(*given, "all_gather", piece.itemsize, fp8)
@@ -107,8 +107,8 @@ def gather_seconds(
 def updated_bytes(
     model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, replicas: int, shards: int
 ) -> float:
-    """Bytes of a stage's gradients that one rank updates with: a shard, one of `shards` or over `replicas`, or all (0
-    replicas)."""
+    """Bytes of a stage's gradients that one rank updates with: a shard, which is one of `shards` or divided over
+    `replicas`; or all (0 replicas)."""
     dense, experts = (BYTES["float32"] * size for size in local_parameters(model, lora, span, mesh))
     if replicas and shards:
         return (dense + experts) / shards
@@ -117,7 +117,7 @@ def updated_bytes(
 
 
 def parameters_in_8_bits(model: ModelSpec, fp8: Fp8Spec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
-    """Those of `local_parameters` that ZeRO-3 gathers in 8 bits."""
+    """The part of `local_parameters` that ZeRO-3 gathers in FP8."""
     if fp8 is None or not fp8.gathers:
         return 0, 0
     return _shard_in_8_bits(model, fp8, layers, Mesh(tp=mesh.tp, ep=mesh.ep))
@@ -145,8 +145,8 @@ def _shared_seconds(
     itemsize: int,
     fp8: Fp8Spec | None = None,
 ) -> float:
-    """Seconds of a collective of a stage's parameters, with this many bytes each, or one in 8 bits; those of experts
-    have fewer holders."""
+    """Seconds of a collective of a stage's parameters, of `itemsize` bytes each, or of one in FP8; experts have fewer
+    holders."""
     seconds = 0.0
     sizes, narrow = local_parameters(model, lora, span, mesh), parameters_in_8_bits(model, fp8, span, mesh)
     for size, in_8_bits, shared in zip(sizes, narrow, (DENSE_AXES, EXPERT_AXES), strict=True):

@@ -7,22 +7,22 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.tensors import LayerRange
 
 FORWARD_KERNELS = 9  # of a dense layer: two norms, four products, rope, attention and the gated linear unit
-# Of RECOMPUTE, with the norm that makes a part's input again; and of rows, to join them with those that F has saved.
+# For RECOMPUTE, including the norm that makes a part's input again; and for rows, to join them with those that F saved.
 KERNELS = {"mlp": 2, "moe": 3, "core_attn": 1, "qkv_linear": 3, "mla_up_proj": 12, "attn_proj": 2}
 KERNELS_OF_ROWS = {"mlp": 1, "qkv_linear": 3, "attn_proj": 2}
 
 
 def part_kernels(model: ModelSpec, layer: int, mode: str, *, saves_rows: bool) -> int:
-    """How many kernels RECOMPUTE of a layer launches in a mode that names its parts. Norms of queries and keys,
-    biases and shared experts, which have more, are not counted."""
+    """How many kernels RECOMPUTE of a layer launches, in a mode that names its parts. Norms of queries and keys, biases
+    and shared experts would add some; they are not counted."""
     missing = {"qkv_linear" if model.mla else "mla_up_proj", "moe" if layer < model.dense_layers else "mlp"}
     parts = recomputed_parts(mode) - missing
     kernels = sum(KERNELS[part] + saves_rows * KERNELS_OF_ROWS.get(part, 0) for part in parts)
-    return kernels - ("attn_proj" in parts and bool(parts & {"mlp", "moe"}))  # which have one norm between them
+    return kernels - ("attn_proj" in parts and bool(parts & {"mlp", "moe"}))  # they share one norm
 
 
 def part_flops(model: ModelSpec, layers: LayerRange, length: int) -> dict[str, float]:
-    """By part, the FLOPs of a forward for each token of sequences with `length` tokens, on all these layers."""
+    """Forward FLOPs by part, for each token of sequences with `length` tokens, over all these layers."""
     count, experts = len(layers.numbers), model.experts
     routed = sum(number >= model.dense_layers for number in layers.numbers)
     value = model.qk_head_dim if model.mla is None else model.mla.v_head_dim

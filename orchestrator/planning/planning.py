@@ -47,8 +47,8 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import LayerRange, num_parameters
 from pentad.schedules.spec.zero_layout import pool_sizes
 
-GATHERED_UNITS = 2  # one in use, one coming
-GRAPHS_GAIN = 1.05  # how many times longer compute must take without graphs for them to be used (docs/performance.md)
+GATHERED_UNITS = 2  # one in use, one being gathered
+GRAPHS_GAIN = 1.05  # graphs are used if compute takes this many times longer without them (docs/performance.md)
 MOST_NUMBERS = 2**53  # parameters of a model, and bytes that its layers save of a microbatch
 
 
@@ -63,14 +63,14 @@ def make_plan(
     memory: DeviceMemory | None = None,
     proved: bool = True,
 ) -> Plan:
-    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of these hosts, by rank (empty: all are on
-    one; None: of NODE_GPUS each).
+    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices; `hosts` is the host of each rank (empty: all
+    on one; None: hosts of NODE_GPUS each).
 
-    `model` is that of the run's first plan: a custom model's file may have changed since. So are the `units` of each
-    stage, if its ranks keep their state. `fractions` of units are offloaded instead of those of the configuration; with
-    offload_fraction auto those with which ranks fit into `memory` (None: as here). With data.capacity_factor auto ranks
-    have room for their even share of tokens. A plan that is not `proved` is to be compared with others, never run.
-    Raises PentadError for a schedule, model or transport that the configuration's own checks could not refuse.
+    `model` is that of the run's first plan, as a custom model's file may have changed since. So are the `units` of each
+    stage, if ranks keep their state. `fractions` of units are offloaded instead of the configured ones; with
+    offload_fraction auto, those with which ranks fit into `memory` (None: of the devices here). With
+    data.capacity_factor auto, ranks have room for their even share of tokens. A plan that is not `proved` is for
+    comparison only. Raises PentadError for a schedule, model or transport that loading could not refuse.
     """
     assert device in ("cpu", "cuda"), device
     assert "auto" not in (config.memory.recompute, config.zero.max_gathered), "the planner has not chosen yet"
@@ -101,7 +101,7 @@ def make_plan(
             post_validation=config.schedule.post_validation,
             options=config.options,
             memory_options=options,
-            # a user's function may plan with costs, and so is called again now that they are known
+            # a user's function may plan with costs, so it is called again now that they are known
             order=None if order is None or ":" in order.name else order,
             proved=proved,
         )
@@ -115,9 +115,9 @@ def make_plan(
 
 
 def _with_graphs(wanted: bool | None, plan: Plan, costs: Costs, room: DeviceMemory) -> Plan:
-    """A plan, which has these costs, whose compute is launched as graphs, if that is wanted; None: if compute gains by
-    it and there is room. Raises PentadError for one whose steps are hardly ever, or never, like an earlier one, or that
-    communicates otherwise inside layers than by peer copies."""
+    """The plan, whose costs are `costs`, with compute launched as CUDA graphs if `wanted`; None: if compute gains from
+    it and memory suffices. If `wanted`, raises PentadError for a plan whose steps rarely or never repeat an earlier
+    one, or that communicates inside layers other than by peer copies."""
     found = reasons_against_graphs(plan)
     if wanted and found:
         raise PentadError(f"cluster.cuda_graphs is true: expected false with {found[0]}")
@@ -132,7 +132,7 @@ def _with_graphs(wanted: bool | None, plan: Plan, costs: Costs, room: DeviceMemo
 
 
 def reasons_against_graphs(plan: Plan) -> list[str]:
-    """What of a plan keeps its compute from being launched as graphs, in words after 'with'."""
+    """What keeps a plan's compute from being launched as graphs, worded to follow 'with'."""
     by_nccl = [each for each in LAYER_AXES if getattr(plan.mesh, each) > 1 and plan.transport_along(each) == "nccl"]
     reasons = {
         "CPU ranks": plan.device == "cpu",
@@ -148,7 +148,7 @@ def reasons_against_graphs(plan: Plan) -> list[str]:
 
 
 def _compute_seconds(costs: Costs) -> float:
-    """Seconds of F, B and W of a microbatch on all stages."""
+    """Seconds of F, B and W of a microbatch, summed over all stages."""
     return sum(map(sum, (costs.forward, costs.backward, costs.weight)))
 
 
@@ -162,7 +162,7 @@ def _guessed(
     zero: int,
     fractions: tuple[float, ...],
 ) -> Costs:
-    """The costs of units, before they have a program."""
+    """The costs of units before there is a program."""
     rates = rates_for(config.cluster, device)
     piece = first_piece(config, device, layout.slices, fp8_spec(config, model, rates))
     _require_countable(model, layers, piece)
@@ -176,7 +176,7 @@ def _guessed(
 
 
 def _require_countable(model: ModelSpec, layers: Sequence[LayerRange], piece: Piece) -> None:
-    """Raises PentadError for sizes that no memory has, and whose bytes on all ranks may not fit into 64 bits."""
+    """Raises PentadError for sizes beyond any memory, whose bytes over all ranks may not fit into 64 bits."""
     if (parameters := num_parameters(model)) > MOST_NUMBERS:
         raise PentadError(f"model has {parameters:.1e} parameters: expected at most {MOST_NUMBERS:.1e}")
     saved = (offloadable(model, each, piece, "none", is_sent=False) for each in layers if model.custom is None)
@@ -192,7 +192,7 @@ def _other_programs(
     program: Program,
     compiled: Callable[[int, Program | None], Program],
 ) -> dict[str, Any]:
-    """Those of other numbers of microbatches than `program` has, as fields of a plan."""
+    """The programs for other microbatch counts than that of `program`, as fields of a plan."""
     batch = batch_spec(config)
     counts = {"rampup_programs": batch.rampup_microbatches, "longer_programs": batch.longer}
     orders = {count: compute_order(config, model, device, count) for count in chain(*counts.values())}
@@ -201,8 +201,8 @@ def _other_programs(
 
 
 def _require_same_stages(config: RunConfig, program: Program, orders: Sequence[Program | None]) -> None:
-    """Raises PentadError if one of the `orders` of other numbers of microbatches places stages differently than the
-    program, so that weights would have to move between steps. Those of the catalogue (None) do not."""
+    """Raises PentadError if one of the `orders` for other microbatch counts places stages differently from the program,
+    so that weights would have to move between steps. Orders of the catalogue (None) never do."""
     for order in orders:
         if order is not None and (order.placement, order.slices) != (program.placement, program.slices):
             counts = f"{order.microbatches} and {program.microbatches} microbatches"
@@ -229,8 +229,8 @@ def first_plan(config: RunConfig) -> Plan:
 
 
 def assumed_plan(config: RunConfig) -> Plan:
-    """The plan for a cluster that nobody has joined yet: with GPUs unless the configuration says otherwise, and
-    NODE_GPUS a host. `plan_on` corrects it."""
+    """The plan for a cluster that has not been joined yet: on GPUs unless the configuration says otherwise, NODE_GPUS a
+    host. `plan_on` corrects it."""
     device = "cpu" if config.cluster.device == "cpu" else "cuda"
     plan = make_plan(config, device)
     require_shards(config, plan)
@@ -238,7 +238,7 @@ def assumed_plan(config: RunConfig) -> Plan:
 
 
 def assumed_hosts(config: RunConfig) -> tuple[int, ...]:
-    """Those of NODE_GPUS each, by rank; one for all with cluster.transport peer."""
+    """The host of each rank, with NODE_GPUS ranks a host; all on one host with cluster.transport peer."""
     return () if config.cluster.transport == "peer" else hosts_of_size(config.mesh.mesh, NODE_GPUS)
 
 
@@ -297,7 +297,7 @@ def draft(
 
 
 def _eval(config: RunConfig, program: Program, costs: Costs, options: MemoryOptions, *, gated: bool) -> EvalSpec | None:
-    """The evaluation of a run, if it has data for that."""
+    """The evaluation of a run; None if it has no data for one."""
     held_out = [EvalData(name, _place(path), config.data.holdout) for name, path in config.data.held_out.items()]
     data_sets = *held_out, *(EvalData(each.name, _place(each.path)) for each in config.eval.data or ())
     if not data_sets:
@@ -322,7 +322,7 @@ def _memory_options(
     fractions: tuple[float, ...],
     device: str,
 ) -> MemoryOptions:
-    """As configured, without ZeRO where every stage has one holder only."""
+    """The configured options, without ZeRO if every stage has only one holder."""
     section, found = config.zero, config.memory.options(units, layers, fractions)
     if config.mesh.replicas == 1 and not layout.has_mirrors:
         return found
@@ -334,7 +334,7 @@ def _memory_options(
         zero=section.stage,
         prefetch=section.prefetch,
         max_gathered=(gathered or default_gathered(units)) if section.stage == 3 else None,
-        reduce=section.reduce if section.stage > 1 else "step",  # of sharded gradients alone
+        reduce=section.reduce if section.stage > 1 else "step",  # only for sharded gradients
         sizes=pool_sizes(
             model,
             config.lora_spec,
@@ -349,7 +349,7 @@ def _memory_options(
 
 
 def default_gathered(units: Sequence[int]) -> int | None:
-    """GATHERED_UNITS where stages are cut into units."""
+    """GATHERED_UNITS if stages are cut into units, else None."""
     return GATHERED_UNITS if max(units) > 1 else None
 
 
@@ -363,7 +363,7 @@ def with_inputs_of(plan: Plan, other: Plan) -> Plan:
 
 
 def _with_absolute_paths(data: DataSpec) -> DataSpec:
-    """Workers may have other working folders than the user."""
+    """Workers may have a different working folder than the user."""
     sources = tuple(replace(source, path=_place(source.path)) for source in data.sources)
     return replace(data, sources=sources, cache=_absolute(data.cache))
 
@@ -377,7 +377,7 @@ def _absolute(path: str) -> str:
 
 
 def transport_of(config: RunConfig, device: str, hosts: tuple[int, ...]) -> str:
-    """That of the plan of ranks on these hosts: 'nccl' too if no two of them share one."""
+    """The transport of a plan with ranks on these hosts: 'nccl' also if no two ranks share a host."""
     if device == "cpu":
         return "gloo"
     if config.mesh.size == 1 or config.cluster.transport == "nccl":

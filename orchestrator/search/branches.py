@@ -1,5 +1,5 @@
-"""The branches of a search by branch and bound: subsets of a `Space`, which it divides, and what it finds in the last
-of them."""
+"""The branches of the search by branch and bound: subsets of a `Space` that it divides further, and the settings that
+it ends with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ordered(NamedTuple):
 
 
 class LaidOut(NamedTuple):
-    """The settings of a layout whose order is not made yet, by rows of their `shardings`: see `Group`."""
+    """Settings of one layout, before their order is made; `shardings` come in rows, one for each `Group`."""
 
     setting: Setting
     layout: Layout
@@ -49,10 +49,10 @@ class LaidOut(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Settings that differ in what they recompute or offload: that with neither (`is_plain`), and, if that does not fit
-    or is not in the group, the others (`is_saving`). `later` are the stages of ZeRO and gathered units, each no faster
-    than the one before, of settings that take as little memory or less; `chains` those of the ones before, by what
-    they do more and more of and by room."""
+    """Settings that differ in recomputation or offloading: the one with neither (`is_plain`), and, if that one does not
+    fit or is not in the group, the others (`is_saving`). `later` are the ZeRO stages and numbers of gathered units
+    still to try, each no faster than the one before and with no more memory; `chains` are those of earlier
+    shardings, by kind of saving and by room."""
 
     setting: Setting
     timed: Timed
@@ -69,11 +69,11 @@ class Group(NamedTuple):
 
 @dataclass
 class Chain:
-    """`settings` with less and less memory and more and more time, planned by `variants`: all up to number `low` take
-    more than `room`, number `high` does not. `plain` is the bound of their time without recomputation and offloading,
-    `excess` what the last one that was planned needs beyond its memory bound, `bounded` the last one whose time is
-    bounded by a simulation; None before `low` is known. `faster` is that of an earlier stage of ZeRO: where it fits,
-    this one is no better."""
+    """`settings` with decreasing memory and increasing time, planned by `variants`: all up to index `low` need more
+    than `room`, index `high` does not. `plain` bounds the time without recomputation and offloading, `excess` is what
+    the last planned setting needed beyond its memory bound, and `bounded` the last setting whose time a simulation
+    bounds (None until `low` is known). `faster` is the chain of an earlier sharding: from where it fits, this one is no
+    better."""
 
     settings: list[Setting]
     variants: Callable[[], Variants]
@@ -93,7 +93,7 @@ class Chain:
 
     @property
     def end(self) -> int:
-        """The first setting that fits, or is no better than one that does."""
+        """The first setting that is known to fit, or to be no better than one that fits."""
         return self.high if self.faster is None else min(self.high, self.faster.end)
 
     def seconds(self, at: int) -> float:
@@ -103,13 +103,13 @@ class Chain:
         return self.bounds.least(self.settings[at])
 
     def first_within(self, room: int) -> int:
-        """The first setting whose memory bound is within `room`."""
+        """The first setting with a memory bound of at most `room`."""
         return bisect_left(self.settings, True, key=lambda setting: self.bounds.least(setting, room) <= room)
 
 
 class Fitting(NamedTuple):
-    """A setting that fits, the seconds of its step and the bytes of its fullest rank; and its plan, if that is the one
-    that its configuration has."""
+    """A setting that fits, the seconds of its step and the bytes of its fullest rank; `plan` is set if it is exactly
+    the plan of the setting's configuration."""
 
     setting: Setting
     seconds: float

@@ -1,7 +1,7 @@
-"""Seconds that the actions of a rank take at least beside lanes that gather their weights and reduce their gradients.
+"""Lower bounds on the seconds of a rank's actions while other lanes gather its weights and reduce its gradients.
 
-Units of an action for which there is no room are gathered, or reduced, between its start and its end. Where a forward
-is interleaved with a backward, so that two units are read at once, there may be no room for the next two before.
+Units of an action that find no room are gathered, or reduced, between its start and its end. Where a forward is
+interleaved with a backward, so that two units are read at once, there may be no room to gather the next two in advance.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ BUFFERED = 2  # units whose gradients have room at once, if they are reduced aft
 
 @dataclass(frozen=True, eq=False)
 class Lanes:
-    """With ZeRO-3 a rank has `room` for the weights of so many units (None: all, gathered once). Its gradients are
-    reduced after every action that adds to them if `is_often`."""
+    """With ZeRO-3 a rank has `room` for the weights of this many units (None: all, gathered once). If `is_often`,
+    gradients are reduced after every action that adds to them."""
 
     layout: Layout
     costs: Costs
@@ -34,12 +34,13 @@ class Lanes:
     is_often: bool
 
     def rank_seconds(self, program: Program, rank: int, seconds: Array) -> float:
-        """Of all actions of a rank in an order of stages; `seconds` are those of its actions of stages, or of units."""
+        """Seconds of all actions of a rank in an order of stages; `seconds` are those of its actions, by stage or by
+        unit."""
         columns, rows = program.columns, slice(*program.columns.rank_offsets[rank : rank + 2])
         op, stage, is_second = columns.op[rows], columns.stage[rows], columns.is_second[rows]
         code = 4 * stage + 2 * _READS[op] + _ADDS[op] + 1
         first = np.flatnonzero(~is_second)
-        second = np.append(is_second[1:] * code[1:], 0)[first]  # of a pair, or 0
+        second = np.append(is_second[1:] * code[1:], 0)[first]  # the second action of a pair, or 0
         if len(seconds) > len(first):
             units = np.array((0, *self.layout.units.counts))
             counts = np.maximum(units[stage[first] + 1], units[(second + 3) // 4])
@@ -54,14 +55,14 @@ class Lanes:
         return float(np.maximum(seconds + waiting, least).sum())
 
     def _gathered(self, stages: Sequence[int]) -> float:
-        """Of an action that reads these."""
+        """Seconds of gathers during an action that reads these stages."""
         each = [
             self.costs.gather[unit] for stage in dict.fromkeys(stages) for unit in self.layout.units.of_stages[stage]
         ]
         return 0.0 if self.room is None or self._has_frozen else _in_turn(each, self.room)
 
     def _waiting(self, stages: Sequence[int]) -> float:
-        """Beside compute, of an action that reads units of two stages at once."""
+        """Seconds of gathers that do not overlap with compute, in an action that reads units of two stages at once."""
         if self.room is None or self._has_frozen or len(set(stages)) < 2:
             return 0.0
         forward, backward = (self.layout.units.of_stages[stage] for stage in stages)
@@ -70,7 +71,8 @@ class Lanes:
         return sum(_in_turn((self.costs.gather[unit] for unit in pair), free) for pair in pairs)
 
     def _reduced(self, rank: int, stages: Sequence[int]) -> float:
-        """Of an action that adds to the gradients of these. A pool has at most the elements of the largest units."""
+        """Seconds of reductions during an action that adds to the gradients of these stages. A pool holds at most the
+        elements of the largest units."""
         units, sizes = self.layout.units, self.layout.parameters
         added = [unit for stage in stages for unit in units.of_stages[stage]]
         smallest = min((sizes[unit][0] for unit in added), default=0)
@@ -82,11 +84,11 @@ class Lanes:
 
     @property
     def _has_frozen(self) -> bool:
-        """Weights that do not count among those gathered."""
+        """Whether there are frozen weights, whose gathers are not counted."""
         return self.layout.work.lora is not None
 
 
 def _in_turn(seconds: Iterable[float], room: int) -> float:
-    """Of all but as many as there is room for, one after another."""
+    """Seconds of all but the `room` longest, one after another."""
     each = sorted(seconds)
     return sum(each[: max(0, len(each) - room)])

@@ -1,6 +1,6 @@
-"""How a setting lays a model out: the layers of stages and units, and what each of them costs and holds.
+"""How a setting lays out a model: the layers of stages and units, and what each costs and holds.
 
-All settings with one mesh, size of microbatches and placement of stages share a layout, and so these figures.
+Settings with the same mesh, microbatch size and placement of stages share a layout, and thus these figures.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Compute(NamedTuple):
 
 
 def _in_layers(piece: Piece) -> Piece:
-    """With only what layers depend on of the mesh."""
+    """The piece with only the parts of its mesh that layers depend on."""
     return piece._replace(mesh=replace(piece.mesh, dp=1, pp=1), zero_shards=0)
 
 
 class Work:
-    """What is to be planned: a configuration on GPUs, and what its layouts have in common. All layers of all settings
-    recompute by one of the `modes`."""
+    """What is to be planned: a configuration on GPUs, and what all its layouts share. In every setting, all layers
+    recompute in one of `modes`."""
 
     def __init__(self, config: RunConfig, modes: Sequence[str] = ("none",)) -> None:
         self.config, self.model, self.modes = config, config.model_spec("bfloat16"), modes
@@ -78,8 +78,8 @@ class Work:
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
         self.copies_of, self.slices = cache(self._copies_of), cache(self._slices)
-        self.state: dict[tuple[Mesh, int, Placement, int, bool], int] = {}  # least bytes of it, by ZeRO's stage
-        self.state_of: dict[tuple[Mesh, int, Units], dict[object, int]] = {}  # without copies
+        self.state: dict[tuple[Mesh, int, Placement, int, bool], int] = {}  # lower bounds on its bytes, by ZeRO stage
+        self.state_of: dict[tuple[Mesh, int, Units], dict[object, int]] = {}  # without slots of peer copies
         self.counts: dict[tuple[Order, int, int, int], Any] = {}  # placement_bounds.py
         self._counts: dict[tuple[Placement, int, int, int | None, bool], tuple[int, ...]] = {}
         self._units = cache(lambda placement, counts: Units(placement, self.stages(placement), counts, self.kind))
@@ -107,7 +107,7 @@ class Work:
         return generate(order.name, ranks, microbatches, options)
 
     def _copies_of(self, order: Order, ranks: int, microbatches: int, slices: int, units: Units) -> Copies:
-        """Of the compute order of a schedule that does not plan with costs."""
+        """The copies of the compute order of a schedule that does not plan with costs."""
         return self.copies(self.order(order, ranks, microbatches, slices), units)
 
     def copies(self, order: Program, units: Units) -> Copies:
@@ -154,14 +154,14 @@ class Work:
         return self.layout(*given, by_layer=by_layer, shards=setting.shards or 0)
 
     def rates_of(self, mesh: Mesh) -> Rates:
-        """Those with which no plan on this mesh takes longer than with its own: those with graphs, if it may have
+        """Rates at which no plan on this mesh takes longer than at its own: those with CUDA graphs, if it may have
         them."""
         section, in_layers = self.config.cluster, mesh.tp * mesh.cp * mesh.ep
         is_peer = section.transport == "peer" or (section.transport == "auto" and is_on_host(mesh, LAYER_AXES))
         return self.launched if section.cuda_graphs is not False and (is_peer or in_layers == 1) else self.rates
 
     def compute(self, piece: Piece, span: LayerRange, rates: Rates | None = None) -> Compute:
-        """F, B and W of one piece in a span of layers, at `rates_of` the mesh or at others."""
+        """Seconds of F, B and W of one piece in a span of layers, at `rates_of` the mesh or at the given rates."""
         rates = rates or self.rates_of(piece.mesh)
         known = self._compute.setdefault((_in_layers(piece), rates is self.rates), {})
         if (kind := self.kind(span)) not in known:
@@ -170,7 +170,7 @@ class Work:
         return known[kind]
 
     def reduce_seconds(self, piece: Piece, span: LayerRange, zero: int, mirrors: int) -> tuple[float, float]:
-        """An all-reduce of a span's gradients, or with ZeRO two reduce-scatters; and what replicas of shards add."""
+        """Seconds to all-reduce a span's gradients, or to reduce-scatter them twice (ZeRO); and to sum replicas."""
         mesh, shards = piece.mesh, piece.zero_shards
         key = mesh, shards, self.kind(span), zero, mirrors
         if key not in self._reduce:
@@ -181,7 +181,8 @@ class Work:
         return self._reduce[key]
 
     def gather_seconds(self, piece: Piece, span: LayerRange, mirrors: int) -> float:
-        """At least what an all-gather of a span's weights takes with any stage of ZeRO; frozen ones do not count."""
+        """A lower bound, for any stage of ZeRO, on the seconds of an all-gather of a span's weights; frozen ones do not
+        count."""
         key = piece.mesh, piece.zero_shards, self.kind(span), mirrors
         if key not in self._gather:
             given = self.model, self.lora, span, piece, self.rates
@@ -189,13 +190,13 @@ class Work:
         return self._gather[key]
 
     def _end_seconds(self, mesh: Mesh, shards: int, placement: Placement, zero: int) -> tuple[float, float]:
-        """NORM and STEP of the fullest rank."""
+        """Seconds of NORM and STEP on the fullest rank."""
         on_host = self.config.memory.optimizer == "host"
         given = self.model, self.stages(placement), placement, mesh, self.rates, zero, self.lora
         return end_seconds(*given, host_optimizer=on_host, shards=shards)
 
     def units(self, placement: Placement, mesh: Mesh, layers: int | None, *, shared: bool) -> Units:
-        """Units of so many layers each, by default as large as on a mesh with `shared` parameters or without."""
+        """Units of this many layers each; the default depends on whether ranks have `shared` parameters."""
         key = placement, mesh.tp, mesh.ep, layers, shared
         if key not in self._counts:
             given = self.with_units(layers), self.model, self.stages(placement), mesh, self.dtype
@@ -207,14 +208,14 @@ class Work:
         return split(self.model, placement, self.length, self.config.schedule.layers_per_stage)
 
     def parameters(self, span: LayerRange, mesh: Mesh) -> tuple[int, int]:
-        """Trained elements of layers on a rank: all but experts, and experts."""
+        """Trained elements of layers on a rank: without experts, and of experts."""
         key = mesh.tp, mesh.ep, self.kind(span)
         if key not in self._parameters:
             self._parameters[key] = local_parameters(self.model, self.lora, span, mesh)
         return self._parameters[key]
 
     def kind(self, span: LayerRange) -> int:
-        """A number for what the costs and sizes of a span depend on."""
+        """A number for the kind of a span, on which its costs and sizes depend."""
         if span not in self._kinds:
             kind = kind_of(self.model, self.fp8, span)
             self._kinds[span] = self._numbers.setdefault(kind, len(self._numbers))
@@ -223,7 +224,7 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Stages and units under one placement; `by_layer` says that units are of one layer by default."""
+    """Stages and units under one placement. `by_layer`: units have one layer by default."""
 
     work: Work
     placement: Placement
@@ -247,12 +248,12 @@ class Layout:
         return max(sum(0 in held for held in self.placement), 1)
 
     def gathered(self, given: int | None) -> int | None:
-        """Units that a rank with ZeRO-3 has gathered at once, by default if none are given; None for all of them."""
+        """Units that a rank with ZeRO-3 keeps gathered at once, the default if none are given; None: all of them."""
         return given or default_gathered(self.units.counts)
 
     @cached_property
     def gains_by_graphs(self) -> bool:
-        """Whether a plan may have CUDA graphs where they fit, and compute takes longer without them."""
+        """Whether a plan may use CUDA graphs if they fit, and compute is slower without them."""
         work = self.work
         if work.config.cluster.cuda_graphs is not None or work.rates_of(self.mesh) is not work.launched:
             return False
@@ -266,7 +267,7 @@ class Layout:
 
     @cached_property
     def units(self) -> Units:
-        """As `make_plan` cuts stages."""
+        """Units as `make_plan` cuts stages."""
         size = self.unit_layers or (1 if self.by_layer and self.model.custom is None else None)
         return self.work.units(self.placement, self.mesh, size, shared=self.is_shared)
 
@@ -277,22 +278,22 @@ class Layout:
 
     @cached_property
     def parameters(self) -> tuple[tuple[int, int], ...]:
-        """Trained elements of each unit on a rank: all but experts, and experts."""
+        """Trained elements of each unit on a rank: without experts, and of experts."""
         return self._of_kinds(lambda unit: self.work.parameters(unit, self.mesh))
 
     @cached_property
     def unit_bytes(self) -> dict[tuple[int, str, float], UnitBytes]:
-        """What is known yet, by the kind of a unit, what it recomputes, and the share that it offloads."""
+        """What is known so far, by a unit's kind, recomputation mode and offloaded share."""
         return self.work.unit_bytes.setdefault(_in_layers(self.piece), {})
 
     @cached_property
     def state(self) -> dict[object, int]:
-        """What is known yet, whatever the microbatches."""
+        """What is known so far, for any number of microbatches."""
         return self.work.state_of.setdefault((self.mesh, self.piece.zero_shards, self.units), {})
 
     @cached_property
     def gathered_bytes(self) -> tuple[tuple[int, int], ...]:
-        """Of each unit's full weights with ZeRO-3, of all but experts and of experts."""
+        """Bytes of each unit's full weights with ZeRO-3: without experts, and of experts."""
 
         def of_unit(unit: LayerRange) -> tuple[int, int]:
             narrow, size = parameters_in_8_bits(self.model, self.work.fp8, unit, self.mesh), BYTES[self.work.dtype]
@@ -303,7 +304,7 @@ class Layout:
 
     @cached_property
     def rotary_tables(self) -> tuple[int, ...]:
-        """How many each unit has."""
+        """The number of rotary tables of each unit."""
         return self._of_kinds(lambda unit: num_rotary_tables(self.model, unit))
 
     @cached_property
@@ -323,7 +324,7 @@ class Layout:
         return replace(self.plain, gather=gather, **self._of_parameters(1))
 
     def _of_parameters(self, zero: int) -> dict[str, Any]:
-        """The costs of reductions and of the update."""
+        """The costs of reductions and of the update, as fields of Costs."""
         work, mirrors = self.work, num_mirrors(self.placement)
         reductions = self._of_kinds(lambda unit: work.reduce_seconds(self.piece, unit, zero, mirrors))
         reduce, replicas = zip(*reductions, strict=True)
@@ -344,8 +345,8 @@ class Layout:
 
     @cached_property
     def first_wait(self) -> float:
-        """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after another; frozen
-        ones do not count."""
+        """Every forward waits for a forward of stage 0, and that one for the weights of its units, gathered one after
+        another; frozen weights do not count."""
         gathered = computed = most = 0.0
         for unit in self.units.of_stages[0] if self.work.lora is None else ():
             gathered += self.sharded.gather[unit]
@@ -355,7 +356,7 @@ class Layout:
 
     @cached_property
     def of_order(self) -> Costs:
-        """Those of stages with which a schedule plans: without graphs, of which nothing is known yet."""
+        """The costs of stages that a schedule plans with: without graphs, as it is not yet known if there are any."""
         by_unit = self._of_kinds(lambda unit: self.work.compute(self.piece, unit, self.work.rates))
         forward, backward, weight = zip(*by_unit, strict=True)
         return replace(self.plain, forward=forward, backward=backward, weight=weight).of_stages(self.units.counts)
@@ -370,7 +371,7 @@ class Layout:
 
     @cached_property
     def least_recompute(self) -> list[float]:
-        """Seconds of each stage that all settings recompute, in units as they have them."""
+        """Seconds for each stage that every setting spends on recomputation, with the units of such settings."""
         if "none" in self.work.modes:
             return [0.0] * len(self.units.of_stages)
         layout = self.work.laid_out(self.placement, self.piece, self.unit_layers, self.unit_layers is None)
@@ -378,7 +379,7 @@ class Layout:
         return [sum(least[of.start : of.stop]) for of in layout.units.of_stages]
 
     def _recompute(self, mode: str) -> Sequence[float]:
-        """Seconds to recompute each unit, launches included."""
+        """Seconds to recompute each unit, including launches."""
         work, units = self.work, self.units
         modes = [mode if unit.numbers else "none" for unit in units.layers]
         given = self.model, units.layers, units.of_ranks, self.piece, work.rates_of(self.mesh), modes, 0, work.lora
@@ -386,7 +387,7 @@ class Layout:
         return [each + found.launch * (each > 0) for each in found.recompute]
 
     def _offload(self, mode: str, share: float) -> Sequence[float]:
-        """Seconds to copy this share of what each unit saves to the host, and as many for the way back; with
+        """Seconds to copy this share of what each unit saves to the host, and the same again to bring it back, with
         recomputation in all layers of `mode`."""
         units, host = self.units, self.work.rates_of(self.mesh).host_memory
         fractions = [share if unit.numbers else 0.0 for unit in units.layers]

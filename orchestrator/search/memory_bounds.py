@@ -1,4 +1,4 @@
-"""Bytes that a rank needs at least with a setting, without compiling it: state, and what its compute order holds."""
+"""Lower bounds on the bytes of a rank with a setting, without compiling it: state, and what its compute order holds."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from pentad.schedules.spec.row_slots import ROW_SLOTS, largest_message
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.zero_layout import Reduced
 
-IMPOSSIBLE = 2**62  # bytes that a setting is said to need which no plan has
-Runs = list[tuple[UnitBytes, int]]  # the units of a stage: equal ones that follow each other, and how many there are
+IMPOSSIBLE = 2**62  # stands for the bytes of a setting that no plan has
+Runs = list[tuple[UnitBytes, int]]  # the units of a stage, as runs of equal ones with their length
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
 
 
 class Held(NamedTuple):
-    """What a rank holds before each of its actions: in every of the `rows` [saved pieces of each stage, deferred ones
-    of each], before one that `actions[of[row]]`, an op and a stage, stands for."""
+    """What a rank holds before each of its actions. Each of the `rows` has the number of saved pieces of each stage,
+    then of deferred ones; it precedes an action (op, stage), `actions[of[row]]`."""
 
     rows: Array
     of: Array
@@ -50,13 +50,13 @@ class Held(NamedTuple):
         return Held(np.concatenate([*found.values()]), of, [*found])
 
 
-# By the lookup of a program, and by rank and whether it is local.
+# By the lookup of a program; then by rank and `is_local`.
 _held_by_rank = WeakKeyDictionary[Lookup, dict[tuple[int, bool], Held]]()
 
 
 def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
-    """`state_bytes` of the fullest pipeline rank, or of the fuller end of the pipeline, if ZeRO needed no buffers.
-    Units do not count, so that all layouts of a placement share it."""
+    """`state_bytes` of the fullest pipeline rank, or of the fuller end of the pipeline, without buffers for ZeRO. It
+    does not depend on units, so that all layouts of a placement share it."""
     known, last = layout.work.state, len(layout.placement) - 1
     if (key := (layout.mesh, layout.piece.zero_shards, layout.placement, zero, of_ends)) not in known:
         ranks = {0, last} if of_ends else range(last + 1)
@@ -65,8 +65,8 @@ def least_state_bytes(layout: Layout, zero: int, *, of_ends: bool) -> int:
 
 
 def least_in_any_order(layout: Layout, saved: Sequence[Setting], shardings: Sequence[Sharding], limit: int) -> int:
-    """Bytes that each of some settings needs at least, with any of some shardings and in any order; or those of one
-    that is within the limit."""
+    """Bytes that each of these settings needs at least, with any of these shardings and in any order; stops at the
+    first result within the limit."""
     if (key := ("any order", tuple(each.saving for each in saved))) not in layout.known:
         layout.known[key] = _least_in_any_order(layout, saved, shardings, limit)
     return int(layout.known[key])
@@ -123,12 +123,12 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
 
 
 def most_copy_bytes(layout: Layout) -> int:
-    """The most that `copy_bytes` is."""
+    """The maximum of `copy_bytes`."""
     return max(copy_bytes(layout, rank, zero) for rank in layout.units.different for zero in (0, 3))
 
 
 def copy_bytes(layout: Layout, rank: int, zero: int) -> int:
-    """What a pipeline rank exchanges rows and gradients in."""
+    """Bytes of the slots in which a pipeline rank exchanges rows and gradients by peer copies."""
     key = "copies", layout.units.alike[rank], zero > 0
     if key not in layout.state:
         layout.state[key] = _reduction_bytes(layout, layout.units.of_ranks[rank], zero)
@@ -146,7 +146,7 @@ def _row_slot_bytes(layout: Layout) -> int:
 
 
 def _are_copied(layout: Layout, axis: Axis, zero: int = 0) -> bool:
-    """`are_copied` of a plan with this stage of ZeRO."""
+    """`are_copied` for a plan with this ZeRO stage."""
     config, mesh = layout.work.config, layout.mesh
     return config.cluster.transport != "nccl" and are_copied(
         *(mesh, axis, () if config.cluster.transport == "peer" else hosts_of_size(mesh, NODE_GPUS)),
@@ -169,16 +169,15 @@ def _reduction_bytes(layout: Layout, units: Sequence[int], zero: int) -> int:
 
 
 def _table_bytes(layout: Layout, units: Sequence[int]) -> int:
-    """Rotary tables, and cuBLAS's workspace."""
+    """Bytes of rotary tables and of cuBLAS's workspace."""
     length, width = layout.piece.length * layout.piece.slices, layout.model.rotary_width
     tables = sum(layout.rotary_tables[unit] for unit in units)
     return tables * length * width * wide_bytes(layout.work.dtype) + CUBLAS
 
 
 def _beside(layout: Layout, units: Sequence[int], sizes: Sequence[tuple[int, int]]) -> int:
-    """The most that two units of one stage have, each of which follows the other, by kind: while one computes, the next
-    one is gathered, and while the gradients of one are reduced, those of the next one are added up. `sizes` are those
-    of all units."""
+    """The most that two consecutive units of a stage have together, by kind: while one computes, the next one is
+    gathered, and while the gradients of one are reduced, those of the next accumulate. `sizes` covers all units."""
     stage_of = layout.units.stage_of
     pairs = {(sizes[a], sizes[b]) for a, b in pairwise(units) if stage_of[a] == stage_of[b]}
     groups = [*pairs, *((size,) for size in {sizes[unit] for unit in units})]
@@ -202,7 +201,7 @@ def _held(program: Program, rank: int, *, is_local: bool) -> Held:
 
 
 def _different(rows: Array) -> Array:
-    """Each row once: in the steady state they repeat."""
+    """The distinct rows; in the steady state they repeat."""
     return np.array([*dict.fromkeys(map(tuple, rows.tolist()))], int)
 
 
@@ -233,8 +232,8 @@ class MemoryBounds:
         self._known = dict[object, int]()
 
     def least(self, setting: Setting, limit: float = inf) -> int:
-        """Bytes of the fullest rank with a setting, or of the first one that exceeds the limit, which it may do in any
-        order; those of a custom model's activations, which take long to count, are left out."""
+        """Bytes of the fullest rank with a setting, or of the first one found to exceed the limit, be it in any order
+        or in this one. Without the activations of a custom model, which take long to count."""
         layout = self.layout
         key = "least", setting.zero, setting.max_gathered, setting.saving, limit
         if key not in layout.known:
@@ -247,7 +246,7 @@ class MemoryBounds:
         return found
 
     def least_of(self, saved: Iterable[Setting], shardings: Sequence[Sharding], limit: int) -> int:
-        """What each of some settings needs at least, with any of some shardings; or one that is within the limit."""
+        """What each of these settings needs at least, with any of these shardings; stops at one within the limit."""
         found = IMPOSSIBLE
         for each, (zero, gathered) in product(saved, shardings):
             found = min(found, self.least(each._replace(zero=zero, max_gathered=gathered), limit))
@@ -263,7 +262,7 @@ class MemoryBounds:
         ranks: Iterable[int],
         found: int = 0,
     ) -> int:
-        """Of these ranks, until one exceeds the limit."""
+        """The most bytes among these ranks, stopping at the first that exceeds the limit."""
         for rank in ranks:
             state = state_bytes(self.layout, rank, setting.zero, setting.max_gathered)
             found = max(found, state + activations(rank, setting))
@@ -282,7 +281,7 @@ class MemoryBounds:
         return self._known[key]
 
     def _by_stage(self, rank: int, setting: Setting) -> int:
-        """Of a rank that runs one action at a time, without what is being copied."""
+        """Bytes of a rank that runs one action at a time, without what is being copied."""
         if self._alternates:
             return 0
         stages = self.layout.placement[rank]
@@ -293,8 +292,8 @@ class MemoryBounds:
         return max(0, int((held.rows @ bytes_of + during[held.of]).max()))
 
     def _by_unit(self, rank: int, setting: Setting) -> int:
-        """Of a rank that offloads, with what is not copied, or is on its way; or that runs units of a forward between
-        those of a backward, which free memory."""
+        """Bytes of a rank that offloads, with what is not copied or still in flight; or of one that interleaves units
+        of a forward with those of a backward, which free memory."""
         if not setting.offload and not self._alternates:
             return 0
         copies = self.timed.copies
@@ -314,7 +313,7 @@ class MemoryBounds:
 
 
 def _during(name: str, runs: Runs) -> int:
-    """The most bytes beyond those before it that an action of a stage takes, unit by unit."""
+    """The most bytes that an action of a stage takes beyond those held before it, unit by unit."""
     most = passed = 0
     for unit, count in runs if name == "F" else reversed(runs):
         own = unit.forward if name == "F" else unit.backward if name == "B" else unit.both
@@ -325,7 +324,7 @@ def _during(name: str, runs: Runs) -> int:
 
 
 def _in_any_order(layout: Layout, rank: int, setting: Setting) -> int:
-    """Bytes of activations; those of a custom model, which take long to count, are left out."""
+    """Bytes of activations; 0 for a custom model, as counting them takes long."""
     if layout.model.custom is not None:
         return 0
     if (key := (layout.units.alike[rank], setting.saving)) not in layout.known:
@@ -334,8 +333,8 @@ def _in_any_order(layout: Layout, rank: int, setting: Setting) -> int:
 
 
 def _at_first_backward(layout: Layout, rank: int, setting: Setting) -> int:
-    """At the first backward of each stage. That of the last one comes first, and a piece of all stages is saved;
-    where stages have mirrors, of its own."""
+    """Bytes at the first backward of each stage. That of the last stage comes first, when a piece of every stage is
+    saved; with mirrored stages, only a piece of its own."""
     held = layout.placement[rank]
     stages = {stage: _of_stage(layout, stage, setting) for stage in held}
     saved = {stage: sum(unit.saved * count for unit, count in runs) for stage, runs in stages.items()}
@@ -346,10 +345,9 @@ def _at_first_backward(layout: Layout, rank: int, setting: Setting) -> int:
 
 
 def _equal_units(layout: Layout, stage: int, setting: Setting) -> Iterator[tuple[range, str, float]]:
-    """Units of one kind that follow each other and save memory in one way: what they recompute, and the share that
-    they offload."""
+    """Consecutive units of one kind that save memory in the same way: (units, recomputation mode, offloaded share)."""
     for run in layout.units.runs[stage]:
-        saves, late = bool(layout.units.layers[run.start].numbers), run.stop  # the first that does not recompute
+        saves, late = bool(layout.units.layers[run.start].numbers), run.stop  # the first unit that does not recompute
         if setting.recompute_layers is not None:
             late = bisect_left(layout.units.layers_before, setting.recompute_layers, run.start, run.stop)
         mode, share = (setting.recompute, setting.offload) if saves else ("none", 0.0)
@@ -370,7 +368,7 @@ def _of_unit(layout: Layout, unit: int, mode: str, offload: float) -> UnitBytes:
 
 
 def _unit(layout: Layout, unit: int, mode: str, offload: float) -> UnitBytes:
-    """What is offloaded does not count until it is back for its backward."""
+    """Offloaded tensors count only once they are back for their backward."""
     found = stage_activations(layout.model, layout.units.layers, unit, layout.piece)
     kept, least = found.kept(mode), min(found.kept(mode), found.not_offloadable)
     saved = least + int((1 - offload) * (kept - least)) if offload else kept

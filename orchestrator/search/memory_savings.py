@@ -1,5 +1,5 @@
-"""The settings of a layout that save memory, by ZeRO, recomputation and offloading, from fast to slow; and whether any
-may fit, whatever the order."""
+"""The settings of a layout that save memory by ZeRO, recomputation and offloading, from fast to slow; and whether any
+may fit, in whatever order."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pentad.schedules.spec.mesh import Mesh
 
 
 def shardings_of(space: Space, layout: Layout) -> Iterator[tuple[Sharding, ...]]:
-    """Those that differ on this layout, in rows in which more is sharded and gathered again. Raises PentadError
-    where nothing can be sharded, but ZeRO is held."""
+    """The shardings that differ on this layout, in rows along which more is sharded and regathered. Raises PentadError
+    if ZeRO is held but there is nothing to shard."""
     if not layout.is_shared:
         if 0 not in space.zero:
             stage = min(space.zero)
@@ -39,16 +39,16 @@ def shardings_of(space: Space, layout: Layout) -> Iterator[tuple[Sharding, ...]]
         if (gathered is None or (zero == 3 and not is_default)) and (zero or not layout.piece.zero_shards)
     ]
     found.sort(key=lambda each: (each[0], -(layout.gathered(each[1]) or units)))
-    # In 8 bits ZeRO-3 gathers less at a time.
+    # In FP8 ZeRO-3 gathers fewer bytes.
     apart = layout.work.fp8 is not None and layout.work.fp8.gathers
     for _, row in groupby(found, key=lambda each: (each[0] > 0, apart and each[0] > 2)):
         yield tuple(row)
 
 
 def savings_of(space: Space, setting: Setting, layout: Layout, *, most: bool = False) -> list[list[Setting]]:
-    """Recomputation by mode, in more and more layers, and more and more offloading; where one of them is held, not
-    all orders of the other are from fast to slow: what recomputes is not copied. `most` leaves out what the last
-    settings do not need."""
+    """Recomputation by mode, in more and more layers, and more and more offloading. Where the search holds one of them,
+    not every list of the other runs from fast to slow, since what recomputes is not copied. `most` leaves out what the
+    most saving settings do not need."""
     layers = space.recompute_layers or (*range(1, max(len(held.numbers) for held in layout.units.stages)), None)
     layers = layers[-1:] if most and "none" in space.recompute else layers
     modes = [mode for mode in space.recompute if mode != "none"]
@@ -62,29 +62,29 @@ def savings_of(space: Space, setting: Setting, layout: Layout, *, most: bool = F
 
 
 def most_saving(space: Space, setting: Setting, layout: Layout, is_plain: bool, is_saving: bool) -> list[Setting]:
-    """What takes least of each kind of settings of a group."""
+    """The settings with the least memory of each kind in a group."""
     return [setting] * is_plain + [each[-1] for each in savings_of(space, setting, layout, most=True) if is_saving]
 
 
 class Room:
-    """What may fit into so many bytes of a rank, in any order; and what that which does not needs at least, by mesh.
-    Until it `refuses`, once the first setting that does not fit is named, all may."""
+    """Says what may fit into `bytes` of a rank in any order. `least` is, by mesh, what settings that do not fit need at
+    least. Everything may fit until `refuses` is set, once the first setting that does not fit has been named."""
 
     def __init__(self, work: Work, space: Space, size: int) -> None:
         self.work, self.space, self.bytes, self.refuses = work, space, size, False
         self.least: dict[Mesh, int] = {}
         self.crowded = set[Mesh]()  # on which a plan may fit without slots of peer copies
         self._most = cache(lambda mesh: max(space.microbatch_counts(work.config, mesh)))
-        self._too_few: dict[tuple[Mesh, Order, int | None, int | None], int] = {}  # microbatches, with which none fits
+        self._too_few: dict[tuple[Mesh, Order, int | None, int | None], int] = {}  # most microbatches that do not fit
 
     def needs(self, mesh: Mesh, least: int, copied: int = 0) -> None:
-        """Notes what a setting of a mesh, which does not fit, needs at least, of which peer copies take so much."""
+        """Notes that a setting of a mesh does not fit: its least bytes, and how many of them peer copies take."""
         self.least[mesh] = min(least, self.least.get(mesh, least))
         if least - copied <= self.bytes:
             self.crowded.add(mesh)
 
     def has_room(self, layout: Layout, least: int) -> bool:
-        """Whether what needs so much at least may fit."""
+        """Whether something that needs at least `least` bytes may fit."""
         if least > self.bytes:
             self.needs(layout.mesh, least, most_copy_bytes(layout))
         return least <= self.bytes or not self.refuses
@@ -104,15 +104,15 @@ class Room:
         return False
 
     def has_room_for_state(self, layout: Layout) -> bool:
-        """Until the first setting that does not fit is named, only the ends of the pipeline count."""
+        """Until the first setting that does not fit is named, counts only the ends of the pipeline."""
         least = least_state_bytes(layout, max(self.space.zero), of_ends=not self.refuses)
         if least > self.bytes:
             self.needs(layout.mesh, least)
         return least <= self.bytes
 
     def may_hold_any(self, shape: Shape, orders: Iterable[Order]) -> bool:
-        """Whether anything of a shape may fit, or is impossible for other reasons, which are to be named. Once
-        something does not fit, the smallest microbatches are tried first: what does not with these never does, as
+        """Whether anything of a shape may fit, or is impossible for other reasons, which should be named. Once
+        something does not fit, the smallest microbatches are tried first: what does not fit with these never does, as
         larger ones need no less memory in any order."""
         if not self.refuses:
             return True
@@ -127,13 +127,13 @@ class Room:
         return shape.mesh not in self.least
 
     def _holds(self, branch: Ordered) -> bool:
-        """Whether anything in a branch may fit; not if its microbatches do not go with its order."""
+        """Whether anything in a branch may fit; false if its order does not allow its number of microbatches."""
         with suppress(PentadError):
             return bool(self.laid_out(branch))
         return False
 
     def may_hold(self, branch: Ordered) -> bool:
-        """Whether anything in a branch may fit: not if nothing did with smaller microbatches, or with as large ones."""
+        """Whether anything in a branch may fit: not if nothing did with microbatches of this size or smaller."""
         return branch.shape.microbatches > self._too_few.get((branch.mesh, *branch[1:]), 0)
 
     def laid_out(self, branch: Ordered) -> list[LaidOut]:
@@ -154,7 +154,8 @@ class Room:
         is_other = unit_layers is not None and None in self.space.unit_layers
         if is_other and layout.units.counts == layout_of(None, by_layer=False).units.counts:
             return []
-        # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
+        # by default, units that recompute or offload have one layer; settings whose units are like that anyway may save
+        # too
         by_layer = layout_of(unit_layers, by_layer=True)
         is_same = layout.units.counts == by_layer.units.counts
         has_plain = "none" in self.space.recompute and 0.0 in self.space.offload

@@ -1,5 +1,5 @@
-"""The times of a compute order whose activations go to the host and come back, and what a rank then holds by row,
-without compiling it."""
+"""The times of a compute order whose activations are offloaded and reloaded, and what a rank holds at each row, without
+compiling it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _KINDS = np.array([COMPUTE_OPS.index(op) if op in COMPUTE_OPS else -1 for op in 
 
 
 class CopiedRows(NamedTuple):
-    """The rows of a rank by their `kind`: the place of the op in COMPUTE_OPS x units + unit. Of its copies the unit
-    that is `copied`, the row at whose start its memory is free, and the one at which it is needed again."""
+    """The rows of a rank by `kind`: index of the op in COMPUTE_OPS x units + unit. For each of its copies: the unit
+    that is `copied`, the row at whose start its memory is free, and the row at which it is needed again."""
 
     kind: Array
     copied: Array
@@ -35,8 +35,8 @@ class CopiedRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """A compute order of units, of which those `copied` go to the host and come back, `prefetch` compute actions
-    early. It is that of `stages`, cut, if they are given."""
+    """A compute order of units, of which those in `copied` are offloaded and reloaded, `prefetch` compute actions
+    early. `stages`, if given, is the order of stages that it was cut from."""
 
     program: Program
     copied: Sequence[int]
@@ -51,13 +51,13 @@ class Copies:
     def _ordered(self) -> tuple[Array, Array, Levels]:
         """The edges of `times`, and the order of its events: actions, copies to the host, copies back."""
         columns, trips, count = self.program.columns, self.trips, len(self.trips.forward)
-        graph = compute_graph(self.program, Costs.uniform(self.program.stages))  # at any costs
+        graph = compute_graph(self.program, Costs.uniform(self.program.stages))  # the edges do not depend on costs
         leave = graph.events + np.arange(count)
         back, rank = leave + count, columns.rank[trips.forward]
         forward, backward = columns.action[trips.forward], columns.action[trips.backward]
         before = trips.reload - 1
-        before -= columns.op[columns.action_row[before]] == CODE[Op.RECOMPUTE]  # that of the backward at `reload`
-        late = before < trips.release  # others have left, since what takes over their memory waits for that
+        before -= columns.op[columns.action_row[before]] == CODE[Op.RECOMPUTE]  # RECOMPUTE of the backward at `reload`
+        late = before < trips.release  # the others have left by then, as whatever reuses their memory waits for that
         edges = [
             (forward, leave),
             (leave, trips.release),
@@ -76,8 +76,8 @@ class Copies:
 
     @cached_property
     def _places(self) -> Array | None:
-        """The places of actions in an order in which each follows what it waits for: those of stages, for all of their
-        units, which takes far less time to find. None where units are interleaved, or recompute."""
+        """The places of actions in an order in which each follows what it waits for. Found for stages and expanded to
+        their units, which is far faster. None where units are interleaved or recompute."""
         if self.stages is None or self.stages.columns.is_second.any():
             return None
         stages, units = self.stages.columns, self.program.units or (1,) * self.program.stages
@@ -90,7 +90,7 @@ class Copies:
         return found
 
     def rows_of_rank(self, rank: int, *, is_local: bool) -> CopiedRows:
-        """`is_local` as in `run_order`."""
+        """`is_local` is as in `run_order`."""
         if (key := (rank, is_local)) not in self._rows:
             self._rows[key] = self._rows_of_rank(rank, is_local=is_local)
         return self._rows[key]
@@ -110,12 +110,12 @@ class Copies:
 
     def _graph(self, source: Array, target: Array, delay: Array | None) -> Graph:
         events = len(self.program.columns.action_row) + 2 * len(self.trips.forward)
-        return Graph(events, source, target, 3 * self.program.ranks, delay)  # a rank has three lanes
+        return Graph(events, source, target, 3 * self.program.ranks, delay)  # three lanes a rank
 
     def times(self, costs: Costs) -> tuple[Array, float]:
-        """The start of every action, and the last end of all. A rank copies to the host on one lane and back on
-        another, in the order of forwards and of backwards. What takes over an activation's memory waits for its copy;
-        this is ready to come back once the compute before `reload` has ended."""
+        """The start of every action, and the last end. A rank offloads on one lane and reloads on another, in the order
+        of forwards and of backwards. Whatever reuses an activation's memory waits for its copy; a reload may start once
+        the compute before `reload` has ended."""
         source, target, levels = self._ordered
         delay, seconds = compute_graph(self.program, costs).delay, action_seconds(self.program, costs)
         copies = np.array(costs.offload)[self.program.columns.stage[self.trips.forward]]
@@ -127,7 +127,7 @@ class Copies:
 
 
 def _in_turn(copies: Array, rank: Array, at: Array) -> tuple[Array, Array]:
-    """Consecutive copies of a rank."""
+    """Edges between consecutive copies of a rank."""
     order = np.argsort(at)
     same = np.diff(rank[order]) == 0
     return copies[order][:-1][same], copies[order][1:][same]

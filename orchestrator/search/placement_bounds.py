@@ -1,8 +1,8 @@
-"""Times that no plan can take less than, before there is an order.
+"""Lower bounds on a plan's time, before there is an order.
 
-That of a shape divides the work of a step by the ranks, and follows one microbatch. That of a placement adds the ends
-of the pipeline, gathers, reductions and the update. That of an order knows how much of a rank's work comes before it
-reduces the gradients of each of its stages, and how much a schedule that plans with costs saves.
+The bound of a shape divides the work of a step among the ranks and follows one microbatch. That of a placement adds the
+ends of the pipeline, gathers, reductions and the update. That of an order also knows how much of a rank's work precedes
+the reduction of each stage's gradients, and how much a schedule that plans with costs saves.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _PARTS = op_mask({Op.F}), op_mask({Op.B, Op.BW}), op_mask({Op.W, Op.BW})
 
 
 def even_seconds(work: Work, mesh: Mesh, microbatches: int) -> float:
-    """The work of a step in its layers, divided equally. Raises PentadError for sizes that do not divide."""
+    """Seconds of the work of a step in its layers, divided equally. Raises PentadError for sizes that do not divide."""
     return microbatches * sum(_of_all_layers(work, mesh, microbatches, 1)) / mesh.pp
 
 
 def shape_bound(work: Work, mesh: Mesh, microbatches: int, slices: int) -> float:
-    """For any schedule: no backward runs before the first piece has gone forward through all ranks, and no forward
-    after the last one has begun to come back. Raises PentadError for sizes that do not divide."""
+    """For any schedule: no backward starts before the first piece has gone forward through all ranks, and no forward
+    starts after the backward of the last piece has. Raises PentadError for sizes that do not divide."""
     forward, backward, weight = _of_all_layers(work, mesh, microbatches, slices)
     hops = (mesh.pp - 1) * transfer_seconds(work.model, work.piece(mesh, microbatches, slices), work.rates)
     share = microbatches * slices / mesh.pp
@@ -49,8 +49,8 @@ def _of_all_layers(work: Work, mesh: Mesh, microbatches: int, slices: int) -> Co
 
 
 def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
-    """For any order of the layout's placement: a rank waits for its first input and for its first gradient, and does
-    its work; after its last forward or backward, those of the stages before have to run."""
+    """For any order of the layout's placement: a rank waits for its first input and its first gradient, and does its
+    work; after its last forward or backward, those of the earlier stages still have to run."""
     is_split = splits_backward(order)
     if (key := (microbatches, is_split)) not in layout.known:
         path = _Path.of(layout, is_split=is_split)
@@ -60,7 +60,7 @@ def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
 
 def order_bound(layout: Layout, order: Order, microbatches: int) -> float:
     """For the order of a schedule, with any stage of ZeRO. A rank that saves at most k pieces takes at least a k-th of
-    the time that all of them are saved for, one after another (Little's law)."""
+    the total time for which pieces are saved (Little's law)."""
     path, limit = _Path.of(layout, is_split=splits_backward(order)), CATALOGUE[order.name].most_saved
     counts, held = counts_of(layout, order, microbatches), np.array(layout.placement)
     forward, gradient, whole, arrival, turn, left, again = (np.array(each)[held] for each in path[:7])
@@ -71,8 +71,8 @@ def order_bound(layout: Layout, order: Order, microbatches: int) -> float:
         among = held.shape[1] * limit(spec_of(order.name, len(held), microbatches, order.options))
         before = among * forward.max(axis=1)
         begin = begin + np.maximum(0.0, arrival.max(axis=1) - begin - among * forward[:, 0])
-    first = np.take_along_axis(arrival + forward + turn - again, counts.first[:, None], axis=1)[:, 0]  # backward
-    begin = np.maximum(begin, first - before)  # of its work, if the rank did not wait from then on
+    first = np.take_along_axis(arrival + forward + turn - again, counts.first[:, None], axis=1)[:, 0]  # first backward
+    begin = np.maximum(begin, first - before)  # of its work, if the rank did not wait afterwards
     starts = begin[:, None] + (counts.adding * parts[:, None]).sum(axis=(2, 3))
     ends = begin[:, None] + (counts.backward * parts[:, None]).sum(axis=(2, 3)) + gradient + left + path.last
     if limit is not None:
@@ -93,16 +93,17 @@ def order_bound(layout: Layout, order: Order, microbatches: int) -> float:
 
 
 def _last_end(starts: Array, seconds: Array) -> float:
-    """Of reductions, [ranks, stages], that a lane of each rank runs one after another."""
+    """The last end of reductions [ranks, stages] that each rank runs one after another on a lane."""
     order = np.argsort(-starts, axis=1)
     after = np.cumsum(np.take_along_axis(seconds, order, axis=1), axis=1)
     return float((np.take_along_axis(starts, order, axis=1) + after).max())
 
 
 class Counts(NamedTuple):
-    """How many forwards, backwards and weight gradients of each of its stages a rank runs, at least, before the last
-    action that adds to the gradients of one (`adding`) and before the last backward of one: [ranks, stages, stages, 3],
-    that one first. `forwards` of each stage, at most, before the first backward, of its stage number `first`."""
+    """Numbers of forwards, backwards and weight gradients of each stage that a rank runs at least before the last
+    action that adds to the gradients of a stage (`adding`) and before the last backward of a stage (`backward`):
+    [ranks, stages, stages, 3], that stage first. `forwards` is how many of each stage run at most before the first
+    backward, which is of its stage number `first`."""
 
     adding: Array
     backward: Array
@@ -122,13 +123,13 @@ def counts_of(layout: Layout, order: Order, microbatches: int) -> Counts:
 
 
 def counts_in(program: Program) -> Counts:
-    """Those of an order."""
+    """The counts of an order."""
     columns, found = program.columns, list[tuple[Array, Array, Array, int]]()
     for held, span in zip(program.placement, pairwise(columns.rank_offsets.tolist()), strict=True):
         op, stage, action = (each[slice(*span)] for each in (columns.op, columns.stage, columns.action))
         rows = np.array([[(stage == each) & part[op] for part in _PARTS] for each in held])  # [stages, 3, rows]
         before = np.concatenate((np.zeros((len(held), 3, 1), int), rows.cumsum(axis=2)), axis=2)
-        begin = np.searchsorted(action, action)  # of the action of each row
+        begin = np.searchsorted(action, action)  # start of the action of each row
         last = len(op) - 1 - np.argmax(rows[:, :, ::-1], axis=2)
         adding, backward = (np.moveaxis(before[:, :, begin[last[:, part]]], 2, 0) for part in (2, 1))
         first = np.argmax(rows[:, 1].any(axis=0))
@@ -138,10 +139,11 @@ def counts_in(program: Program) -> Counts:
 
 
 def planned_counts(ranks: int, stages: int, microbatches: int, saved: int) -> Counts:
-    """Of a schedule that plans with costs, whose ranks save at most so many microbatches of their one or two stages.
-    Weight gradients follow the order of backwards, so the last one of the first stage comes last of all. Before that of
-    the second stage all forwards have run, and all that adds to the first stage's gradients but what is still saved. So
-    has all that adds to gradients before the last backward: two stages save until then, one half of it."""
+    """The counts of a schedule that plans with costs, whose ranks save at most `saved` microbatches of their one or two
+    stages. Weight gradients follow the order of backwards, so the last one of the first stage comes last of all. Before
+    the last one of the second stage, all forwards have run, and all additions to the first stage's gradients except for
+    what is still saved. Before the last backward, all weight gradients have run except for at most 2 x `saved` of the
+    first stage and `saved` of the second."""
     adding = np.full((stages, stages, len(_PARTS)), microbatches)
     adding[range(stages), range(stages), -1] -= 1
     adding[1:, 0, 1:] = max(0, microbatches - stages * saved + 1)
@@ -155,9 +157,9 @@ def planned_counts(ranks: int, stages: int, microbatches: int, saved: int) -> Co
 
 
 class _Path(NamedTuple):
-    """The path of one piece through all stages. By stage: seconds of `forward`, of backward until the stage before
-    continues (`gradient`), and of all backward (`whole`), with what recomputes before (`again`), maybe before its
-    gradient comes; `arrival` of its first input, `turn` from the end of its forward to the start of its backward,
+    """The path of one piece through all stages. By stage: seconds of `forward`, of backward until the previous stage
+    can continue (`gradient`), of the entire backward (`whole`), and of the recomputation in it (`again`), which may
+    precede the gradient; `arrival` of its first input, `turn` from the end of its forward to the start of its backward,
     `left` from the end of its backward to that of stage 0, after which `last` follows."""
 
     forward: list[float]
@@ -189,7 +191,7 @@ class _Path(NamedTuple):
         return self.forward[stage] + self.whole[stage]
 
     def release(self, stage: int, pieces: int) -> float:
-        """The last of this many pieces does not add to a stage's gradients before."""
+        """The earliest time at which the last of this many pieces adds to a stage's gradients."""
         forward, whole, others = self.forward[stage], self.whole[stage], pieces - 1
         after = max(others * (forward + whole), others * max(forward, whole) + self.turn[stage])
         return self.arrival[stage] + forward + after
@@ -208,7 +210,7 @@ def _placement_bound(layout: Layout, path: _Path, pieces: int) -> float:
         low, high = min(held), max(held)
         head = path.arrival[low] + forward
         first = path.arrival[high] + path.forward[high] + path.turn[high]
-        start = max(head, first - path.again[high])  # of all backwards
+        start = max(head, first - path.again[high])  # start of all backwards
         rear = path.turn[high] + path.gradient[high] + path.left[high] + path.last
         most = max(most, start + whole, start + gradient + path.left[low] + path.last, head + rear)
         if layout.is_shared and layout.work.lora is None:
@@ -217,8 +219,8 @@ def _placement_bound(layout: Layout, path: _Path, pieces: int) -> float:
 
 
 def _shared_bound(layout: Layout, path: _Path, pieces: int, held: Sequence[int]) -> float:
-    """A lane reduces the gradients of a stage after the work of all pieces but one; or scatters them then, and gathers
-    weights before."""
+    """A lane reduces the gradients of a stage after the work of all pieces but one; with ZeRO it scatters them then,
+    having gathered the weights before."""
     plain, sharded, after = layout.plain, layout.sharded, inf
     reduced = scattered = reducing = scattering = gathering = 0.0
     for release, stage in sorted(((path.release(stage, pieces), stage) for stage in held), reverse=True):

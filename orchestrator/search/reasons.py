@@ -24,13 +24,13 @@ from pentad.schedules.spec.plan import Plan
 
 FACTORS = (0.25, 4.0)  # by which a rate may be off
 STEPS = 6  # of a bisection between them
-WORTH = 0.005  # a gain in time that is worth a word
+WORTH = 0.005  # a gain in time worth mentioning
 GROWTH, MOST_GROWTH = 1.1, 2.0  # of memory, where nothing fits
 
 
 class Shares(NamedTuple):
-    """Seconds of a step: matrix products at the rate of large ones, what layers take besides, the pipeline's bubble and
-    imbalance with recomputation, waiting for weights, gradients and copies, and the update."""
+    """Seconds of a step by cause: matrix products at the rate of large ones; the rest of the layers; the pipeline's
+    bubble, imbalance and recomputation; waiting for weights, gradients and copies; and the update."""
 
     products: float
     layers: float
@@ -64,7 +64,7 @@ def shares_of(planned: Planned) -> Shares:
 
 
 def reason(shares: Shares, best: Shares | None) -> str:
-    """In what a step goes; of a plan that is not the best, what makes it slower."""
+    """Where the time of a step goes; for a plan that is not the best, what makes it slower."""
     if best is None:
         parts = sorted(zip(shares, NAMES, strict=True), reverse=True)
         total = sum(shares)
@@ -75,15 +75,15 @@ def reason(shares: Shares, best: Shares | None) -> str:
 
 @dataclass(frozen=True)
 class Flip:
-    """What would make `other` the fastest."""
+    """A change that would make `other` the fastest."""
 
     sentence: str
     other: Planned
 
 
 def flips(config: RunConfig, found: SearchResult) -> Iterator[Flip]:
-    """The rate closest to the assumed one at which the second mesh would be the fastest; and memory with which another
-    setting would be."""
+    """The rate, as close as possible to the assumed one, at which the second mesh would be fastest; and the memory with
+    which another setting would be."""
     if len(found.choices) > 1:
         yield from _by_rates(*found.choices[:2])
     best = found.choices[0]
@@ -120,7 +120,7 @@ def _by_rates(best: Planned, second: Planned) -> Iterator[Flip]:
 
 
 def _crossing(name: str, factor: float, plans: tuple[Planned, Planned], events: list[Events]) -> float | None:
-    """The factor of a rate, between 1 and this one, from which on the second plan is faster; None if it is not."""
+    """The smallest factor of a rate, between 1 and `factor`, at which the second plan is faster; None without one."""
 
     def changed(plan: Plan, times: float) -> Rates:
         assert plan.rates is not None
@@ -144,7 +144,7 @@ def _crossing(name: str, factor: float, plans: tuple[Planned, Planned], events: 
 def nearest_fits(
     config: RunConfig, gpus: int, found: SearchResult, held: frozenset[str]
 ) -> Iterator[tuple[str, Planned]]:
-    """If nothing fits: with how little more memory something would, and on how many more GPUs; each with its plan."""
+    """If nothing fits: how little more memory would help, and how many more GPUs, each with the resulting plan."""
     least = min((each.least_bytes for each in found.refusals.values() if each.least_bytes), default=0)
     if not least:
         return

@@ -16,7 +16,7 @@ from pentad.schedules.spec.tensors import head_in_layers
 
 
 def find_moves(plan: Plan, steps: Iterable[Sequence[RankTime]]) -> LayerMoves | None:
-    """The best layers per stage at the costs that these steps had; None if their times are not complete."""
+    """The best layers per stage at the costs of these steps; None if their times are incomplete."""
     costs = costs_of_ranks(plan.program, plan.mesh, steps)
     if costs is None:
         return None
@@ -31,7 +31,7 @@ def layers_per_stage(plan: Plan) -> tuple[int, ...]:
 
 
 def stage_work(plan: Plan, layers: Sequence[int]) -> list[float]:
-    """Work of stages with this many layers each: in layers, the head as in `split_layers`; in FLOPs of a custom
+    """Work of stages with this many layers each: in layers, with the head as in `split_layers`; in FLOPs for a custom
     model."""
     if plan.model.custom is not None:
         each = iter(plan.model.custom.layers)
@@ -41,7 +41,7 @@ def stage_work(plan: Plan, layers: Sequence[int]) -> list[float]:
 
 
 def with_layers(config: RunConfig, layers: Sequence[int]) -> RunConfig:
-    """With this many layers per stage."""
+    """The configuration with this many layers per stage."""
     schedule = config.schedule.model_copy(update={"layers_per_stage": list(layers)})
     return config.model_copy(update={"schedule": schedule})
 
@@ -52,14 +52,14 @@ def rebalanced_plan(config: RunConfig, plan: Plan) -> Plan:
 
 
 def layer_facts(config: RunConfig) -> dict[str, Any]:
-    """What the journal says of the configuration whose layers move."""
+    """What the journal records about a configuration whose layers move."""
     pipeline = [config.mesh.pp, config.schedule.name, config.schedule.chunks]
     return {"pipeline": pipeline, "configured": config.schedule.layers_per_stage}
 
 
 def with_rebalanced_layers(config: RunConfig, journal: Callable[[], Sequence[Mapping[str, Any]]]) -> RunConfig:
-    """The configuration of a run that resumes, with the layers per stage that its journal has last, unless its pipeline
-    or its layers were changed since."""
+    """The configuration of a resuming run, with the last layers per stage in its journal, unless its pipeline or layers
+    were changed since."""
     if config.elastic.slow_rank != "rebalance":
         return config
     events = [row for row in journal() if row["event"] == "rebalanced"]

@@ -1,4 +1,4 @@
-"""Plans with another compute order, for the costs that a run has measured (schedule.replan)."""
+"""Plans with another compute order, at the costs that a run has measured (schedule.replan)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate_step_time
 from pentad.schedules.spec.plan import Plan
 
-LEAST_GAIN = 0.02  # of a step's time by simulation, from which the order changes
-PAUSE_SECONDS = 5.0  # that an exchange takes: what the steps that are left gain must exceed it
+LEAST_GAIN = 0.02  # share of a step's simulated time that a new order must save
+PAUSE_SECONDS = 5.0  # cost of an exchange, which the gain over the remaining steps must exceed
 EVENT = "replanned"
 
 
 class ReplannedOrder(NamedTuple):
-    """The configuration and the plan with another `order`; simulated seconds of a step with the present one and with
-    this one."""
+    """The configuration and plan with another `order`, and the simulated seconds of a step before and after."""
 
     config: RunConfig
     plan: Plan
@@ -47,8 +46,7 @@ class ReplannedOrder(NamedTuple):
 
 
 def find_order(config: RunConfig, plan: Plan, steps: Sequence[Sequence[RankTime]], left: int) -> ReplannedOrder | str:
-    """A faster order at the costs that these steps had, for a run with this many steps `left`; or why it keeps its
-    own."""
+    """A faster order at the costs of these steps, for a run with `left` steps left; or why the run keeps its own."""
     costs = measured_costs(plan, steps)
     if costs is None:
         return f"the times of the first {len(steps)} steps are not complete"
@@ -73,7 +71,7 @@ def replanned(config: RunConfig, plan: Plan, order: Program, costs: Costs) -> Re
 
 
 def _refusal(plan: Plan, found: ReplannedOrder, left: int) -> str:
-    """Why a run with this many steps `left` keeps its order; '' if it should not."""
+    """Why a run with `left` steps left keeps its order; '' if it should change."""
     if found.gain < LEAST_GAIN:
         return f"by simulation no order takes {format_percent(LEAST_GAIN)} off a step"
     if (saved := left * (found.before - found.after)) < PAUSE_SECONDS:
@@ -87,10 +85,10 @@ def _refusal(plan: Plan, found: ReplannedOrder, left: int) -> str:
 
 
 def measured_costs(plan: Plan, steps: Iterable[Sequence[RankTime]]) -> Costs | None:
-    """What instructions cost by unit, by the medians of these steps; what no rank has measured as it was estimated.
-    None without the times of all compute.
+    """The costs of instructions by unit: medians over these steps, and estimates for what no rank measured. None if
+    compute times are incomplete.
 
-    Where B and W of a unit ran as BW, they share its time as estimated.
+    Where B and W of a unit ran as BW, their time is divided in the estimated ratio.
     """
     steps, guess = list(steps), costs_of(plan)
     found = costs_of_ranks(plan.program, plan.mesh, steps)
@@ -109,7 +107,7 @@ def measured_costs(plan: Plan, steps: Iterable[Sequence[RankTime]]) -> Costs | N
         weight=tuple(weight),
         transfer=found.transfer or guess.transfer,
         step=median(updates) or guess.step,
-        launch=0.0,  # which measured times contain
+        launch=0.0,  # contained in measured times
         slowdown=found.slowdown,
         recompute=found.recompute,
     )
@@ -120,7 +118,7 @@ def replans(config: RunConfig) -> bool:
 
 
 def order_facts(config: RunConfig) -> dict[str, Any]:
-    """What the journal says of the configuration whose order changes."""
+    """What the journal records about a configuration whose order changes."""
     schedule = config.schedule
     return {"pipeline": [config.mesh.pp, schedule.microbatches, schedule.memory_limit, schedule.post_validation]}
 
@@ -128,8 +126,8 @@ def order_facts(config: RunConfig) -> dict[str, Any]:
 def with_replanned_order(
     config: RunConfig, journal: Callable[[], Sequence[Mapping[str, Any]]], file: Path
 ) -> RunConfig:
-    """The configuration of a run that resumes, with the order, from its `file`, that its journal has last, unless its
-    pipeline was changed since. Raises PentadError if the file has another one."""
+    """The configuration of a resuming run, with the last order in its journal, read from `file`, unless its pipeline
+    was changed since. Raises PentadError if the file has another order."""
     if not replans(config):
         return config
     events = [row for row in journal() if row["event"] == EVENT]

@@ -31,14 +31,14 @@ class Planned:
 
 
 def plan_setting(config: RunConfig, setting: Setting, held: Collection[str]) -> Planned:
-    """Whether it fits or not. Raises PentadError if it is impossible."""
+    """Plans a setting whether it fits or not. Raises PentadError if it is impossible."""
     changed = with_setting(without_evaluation(config), setting, held)
     plan = make_plan(changed, "cuda", proved=False)
     return Planned(setting, changed, plan, simulated_seconds(plan), fullest_bytes(plan, 2**62))
 
 
 def without_evaluation(config: RunConfig) -> RunConfig:
-    """The configuration of a run that is never evaluated: its training decides on the plan."""
+    """The configuration of the run without evaluations: plans are compared by their training."""
     data = config.data.model_copy(update={"holdout": 0})
     evaluation = config.eval.model_copy(update={"data": None, "every": 0, "at_start": False})
     checkpoint = config.checkpoint.model_copy(update={"keep_best": False})
@@ -47,7 +47,8 @@ def without_evaluation(config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why no setting of a mesh was listed: a sentence; and the bytes that each needs at least, if memory is why."""
+    """Why no setting of a mesh was listed, as a sentence; and the bytes that each needs at least, if memory is the
+    reason."""
 
     why: str
     least_bytes: int = 0
@@ -59,7 +60,7 @@ class Refusal:
 
 
 class Missed(NamedTuple):
-    """A setting that does not fit, and the least seconds that it could take."""
+    """A setting that does not fit, and a lower bound on its seconds."""
 
     setting: Setting
     seconds: float
@@ -67,8 +68,8 @@ class Missed(NamedTuple):
 
 @dataclass
 class SearchResult:
-    """The fastest plan of each of the best meshes, best first; `refusals` by mesh; `missed` is what might be fastest of
-    all that does not fit; `planned` is the number of settings that were."""
+    """The fastest plan of each of the best meshes, best first. `refusals` are by mesh; `missed` may be the fastest of
+    the settings that do not fit; `planned` counts the settings that were planned."""
 
     device: DeviceMemory
     space: Space

@@ -1,15 +1,15 @@
-"""The fastest plan of each mesh that fits, best first: branch and bound over a `Space`.
+"""The fastest plan that fits on each mesh, best first: branch and bound over a `Space`.
 
-A heap has branches of the space by the least time that any plan in them can take (placement_bounds.py, time_bounds.py),
-and planned settings by the time that they do take. The first of the heap is divided, or planned, until it is a planned
-setting: then nothing in its mesh is faster. Plans whose memory bound exceeds the device are never compiled
-(memory_bounds.py); where it does for any order, no order is made.
+A heap holds branches of the space, keyed by a lower bound on the time of any plan in them (placement_bounds.py,
+time_bounds.py), and planned settings, keyed by their time. Its first item is divided or planned, until that item is a
+planned setting: nothing else on its mesh is faster. Plans whose memory bound exceeds the device are never compiled
+(memory_bounds.py); if the bound for any order exceeds it, not even the order is made.
 
-Recomputation and offloading take time and save memory, so in a `Chain` of settings that do more and more of one, the
-first that fits is the fastest: it is found by bisection, where memory says no sooner. So is the first that fits beside
-CUDA graphs, where these may be worth more than what it takes longer.
+Recomputation and offloading cost time and save memory. So in a `Chain` of settings that do more and more of one, the
+first that fits is the fastest: it is found by bisection, unless memory bounds find it sooner. The first that fits
+beside CUDA graphs is found likewise, where graphs may gain more than its additional saving costs.
 
-Meshes on which nothing fits for the slots of peer copies are searched again, over NCCL.
+Meshes on which nothing fits because of the slots of peer copies are searched again over NCCL.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Need = tuple[int, float | None]  # bytes of a setting's fullest rank but for opt
 def search(
     config: RunConfig, gpus: int, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED
 ) -> SearchResult:
-    """Searches all meshes of `gpus` GPUs with this much memory each, and all settings but the keys `held`."""
+    """Searches all meshes of `gpus` GPUs with this much memory each, and all settings of keys that are not `held`."""
     with gc_paused():
         return search_space(config, space_of(config, gpus, held), device, held, listed)
 
@@ -65,7 +65,8 @@ def search(
 def search_space(
     config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED
 ) -> SearchResult:
-    """Raises PentadError for a schedule that is not in the catalogue, and to recompute some rows only."""
+    """As `search`, over a given space. Raises PentadError for a schedule that is not in the catalogue, and for a held
+    memory.recompute_fraction other than 1."""
     if "memory.recompute_fraction" in held and config.memory.recompute_fraction != 1:
         raise PentadError(f"memory.recompute_fraction is {config.memory.recompute_fraction}: expected 1 for a search")
     for order in space.orders:
@@ -79,7 +80,7 @@ def search_space(
 
 
 def _add_over_nccl(first: _Search, listed: int) -> None:
-    """Adds plans of the meshes on which nothing fits only because of the slots of peer copies."""
+    """Adds plans for the meshes on which nothing fits only because of the slots of peer copies."""
     found = first.found
     meshes = tuple(mesh for mesh in found.refusals if mesh in first.room.crowded)
     if not meshes:
@@ -138,7 +139,7 @@ class _Search:
                 self._conclude(mesh)
 
     def _push(self, bound: float, branch: Branch) -> None:
-        """What is planned goes before what may be as fast, but for rounding."""
+        """A planned setting goes before a branch that may be as fast, rounding aside."""
         key = bound * (1 - ROUNDING) if isinstance(branch, Fitting) else bound
         heapq.heappush(self._heap, (key, next(self._numbers), branch))
 
@@ -146,7 +147,7 @@ class _Search:
         self._refused.setdefault(mesh, Counter())[str(error)] += 1
 
     def _possible(self, mesh: Mesh) -> Iterator[Shape]:
-        """Shapes whose sizes divide."""
+        """The shapes of a mesh whose sizes divide."""
         try:
             require_tp_on_node(mesh, across=self.config.mesh.tp_across_nodes)
             counts = self.space.microbatch_counts(self.config, mesh)
@@ -160,7 +161,7 @@ class _Search:
         for shape in self._shapes(mesh, counts):
             try:
                 self.work.piece(*shape)
-                self.work.stages(tuple((rank,) for rank in range(mesh.pp)))  # no order has fewer of them
+                self.work.stages(tuple((rank,) for rank in range(mesh.pp)))  # no order has fewer stages
                 yield shape
             except PentadError as error:
                 self._refuse(mesh, error)
@@ -193,7 +194,7 @@ class _Search:
                 self._refuse(shape.mesh, error)
 
     def _order(self, shape: Shape, order: Order) -> None:
-        """By units, of which more take no less time."""
+        """Branches by units; more units never take less time."""
         for shards in self.space.shards_on(self.config, shape.mesh):
             layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False, shards=shards or 0)
             for unit in self.space.unit_layers if self.room.has_room_for_state(layout) else ():
@@ -207,7 +208,7 @@ class _Search:
                 self._push(order_bound(each.layout, branch.order, branch.shape.microbatches), each)
 
     def _groups(self, branch: LaidOut) -> None:
-        """By ZeRO's stage and gathered units, with the order that is made here if any may fit."""
+        """Branches by ZeRO stage and gathered units. Only here is the order made, and only if any may fit."""
         setting, layout, is_plain, is_saving, shardings = branch
         saved, timed = most_saving(self.space, *branch[:4]), Timed(layout, setting.order, setting.microbatches)
         bounds = MemoryBounds(layout, timed)
@@ -216,7 +217,7 @@ class _Search:
                 self._push_group(Group(setting, timed, bounds, is_plain, is_saving, row))
 
     def _push_group(self, group: Group, least: float = 0.0) -> None:
-        """With the first of its later shardings, which takes at least this many seconds."""
+        """Pushes the group with the first of its later shardings, which takes at least `least` seconds."""
         if group.later:
             (zero, gathered), *later = group.later
             setting = group.setting._replace(zero=zero, max_gathered=gathered)
@@ -240,8 +241,8 @@ class _Search:
             self._push(each.seconds(each.low + 1), each)
 
     def _rooms(self, layout: Layout) -> list[int]:
-        """Bytes within which the first setting that saves memory is looked for: those of the device, and those beside
-        CUDA graphs, as what has no room for them may be slower than what saves more."""
+        """The limits in bytes within which to find the first saving setting: the device, and the device without the
+        memory of CUDA graphs, since a setting that leaves no room for graphs may be slower than one that saves more."""
         return [self.device.bytes, *[self.device.bytes - GRAPHS_BYTES] * layout.gains_by_graphs]
 
     def _plain(self, setting: Setting, bounds: MemoryBounds) -> Need:
@@ -258,7 +259,7 @@ class _Search:
             setting = setting._replace(unit_layers=None)
         for (number, settings), room in product(enumerate(savings_of(self.space, setting, timed.layout)), rooms):
             if settings[0].offload and room < self.device.bytes:
-                continue  # what offloads has no graphs
+                continue  # plans that offload use no graphs
             least, key = bounds.least(settings[-1], room), (number, room)
             if least <= room:
                 of, faster = partial(variants, setting), group.chains.get(key)
@@ -270,8 +271,8 @@ class _Search:
         return Variants(with_setting(self.compared, setting, self.held), "cuda", self.device)
 
     def _step(self, chain: Chain) -> None:
-        """Plans one setting more: the first that fits by what the last one needed, between those known. First bounds
-        its time by a simulation, which takes longer than `seconds`."""
+        """Plans one more setting: among those not yet decided, the first that fits judging by what the last one needed.
+        Before that, bounds its time by a simulation, which is tighter than `seconds`."""
         if chain.bounded is None:
             chain.low, chain.bounded = chain.first_within(chain.room) - 1, -1
             self._push(chain.seconds(chain.low + 1), chain)
@@ -315,19 +316,20 @@ class _Search:
             is_final = self.evaluates_nothing and variants.is_exact(plan) and not shards_differ(plan)
             self._push(seconds, Fitting(setting, seconds, needed, plan if is_final else None))
             return needed - GRAPHS_BYTES * (plan.cuda_graphs and self.config.cluster.cuda_graphs is None), seconds
-        except (PentadError, ScheduleError) as error:  # the simulation finds a deadlock, since nothing is proven yet
+        except (PentadError, ScheduleError) as error:  # nothing is proven yet, so the simulation may find a deadlock
             self._refuse(setting.mesh, PentadError(str(error)))
             return IMPOSSIBLE, None
 
     def _is_possible(self, setting: Setting) -> bool:
-        """What takes too much memory is not planned, so that nothing has said whether its keys go together."""
+        """Whether the keys of a setting go together; a setting that needs too much memory was not planned, which would
+        say so."""
         with suppress(PentadError):
             return with_setting(self.config, setting, self.held) is not None
         return False
 
     def _proved(self, timed: Fitting) -> Planned | None:
-        """Its plan, if it has it; or else as the whole configuration plans it, evaluation included, which may leave no
-        room for CUDA graphs: None if that does not fit."""
+        """Its own plan, if it has one; else the plan of the full configuration, evaluation included, which may leave no
+        room for CUDA graphs. None if that does not fit."""
         config = with_setting(self.config, timed.setting, self.held)
         if timed.plan is not None:
             for program in timed.plan.trained_programs:

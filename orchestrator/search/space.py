@@ -28,7 +28,7 @@ MOST_ROWS = 64  # sequences of a microbatch
 CHUNKS = (2, 3, 4)
 OFFLOADED = (0.25, 0.5, 0.75, 1.0)  # shares of the saved activations
 UNSPLIT = ("1f1b", "looped-bfs")  # on one pipeline rank all others run the same work in an order of one of these
-# What only some settings allow, and none needs: reset unless it is held.
+# Keys that only some settings allow and none needs: reset unless held.
 RESET: dict[str, Any] = {
     "schedule.group": None,
     "schedule.memory_limit": None,
@@ -40,7 +40,7 @@ RESET: dict[str, Any] = {
     "zero.prefetch": 1,
     "zero.reduce": None,
 }
-PLAIN = {"name": "1f1b", "microbatches": 1, "chunks": None}  # a schedule that goes with every mesh
+PLAIN = {"name": "1f1b", "microbatches": 1, "chunks": None}  # a schedule that every mesh allows
 TRANSPORT = "cluster.transport"  # tried only where nothing else makes a mesh fit
 Placement = tuple[tuple[int, ...], ...]
 Sharding = tuple[int, int | None]  # a stage of ZeRO, gathered units
@@ -48,7 +48,7 @@ _W = op_mask({Op.W})
 
 
 class Order(NamedTuple):
-    """A schedule and its chunks (None: its default); all orders of a space have the other options that are `given`."""
+    """A schedule and its chunks (None: its default). `given` are the other options, equal for all orders of a space."""
 
     name: str
     chunks: int | None = None
@@ -61,7 +61,8 @@ class Order(NamedTuple):
 
 class Setting(NamedTuple):
     """Everything that the search chooses. `max_gathered` None is the default of zero.max_gathered, `recompute` a mode
-    of a plan, and `recompute_layers` None all layers; `shards` None is one group of all ranks that ZeRO cuts over."""
+    of a plan, `recompute_layers` None all layers, and `shards` None one ZeRO group of all ranks that share parameters.
+    """
 
     mesh: Mesh
     microbatches: int
@@ -76,12 +77,12 @@ class Setting(NamedTuple):
 
     @property
     def saving(self) -> tuple[str, int | None, float]:
-        """What saves activations."""
+        """The choices that save activations: mode, layers and offloaded share."""
         return self.recompute, self.recompute_layers, self.offload
 
     @property
     def values(self) -> dict[str, Any]:
-        """By key of the configuration."""
+        """The values by key of the configuration."""
         return {
             **{f"mesh.{axis}": getattr(self.mesh, axis) for axis in AXES},
             "schedule.name": self.order.name,
@@ -102,9 +103,9 @@ KEYS = tuple(Setting(Mesh(), 1, Order("1f1b")).values)
 
 @dataclass(frozen=True)
 class Space:
-    """The values of each key that the search tries. With `microbatches` None a microbatch has any power of two of
-    sequences up to MOST_ROWS. A setting recomputes or offloads, not both, unless the configuration holds one of
-    them. `shards` None: all ranks that ZeRO cuts over, and where they are on several hosts those on each."""
+    """The values of each key that the search tries. `microbatches` None: a microbatch has any power of two of sequences
+    up to MOST_ROWS. A setting recomputes or offloads, not both, unless the configuration holds one of them. `shards`
+    None: all ranks that share parameters, or if they are on several hosts, also those of each host."""
 
     meshes: tuple[Mesh, ...]
     microbatches: tuple[int, ...] | None
@@ -119,11 +120,12 @@ class Space:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """By one of these all layers of every setting recompute."""
+        """In every setting, all layers recompute in one of these modes."""
         return self.recompute if self.recompute_layers == (None,) else ("none",)
 
     def shards_on(self, config: RunConfig, mesh: Mesh) -> tuple[int | None, ...]:
-        """Fewer of a host's ranks in a group would send as much between hosts, or more, and save less memory."""
+        """The ZeRO group sizes to try. Smaller groups than a host's ranks would send at least as much between hosts and
+        save less memory."""
         if self.shards is not None:
             return self.shards
         dense, experts = ranks_on_host(mesh, DENSE_AXES), ranks_on_host(mesh, EXPERT_AXES)
@@ -132,7 +134,7 @@ class Space:
         return (None, count) if count > 1 and dense < mesh.dp * mesh.cp * mesh.ep else (None,)
 
     def microbatch_counts(self, config: RunConfig, mesh: Mesh) -> list[int]:
-        """Numbers of microbatches on this mesh that also divide the batches of a ramp."""
+        """The numbers of microbatches on this mesh that also divide the batches of a ramp-up."""
         replicas, sequences = mesh.dp * mesh.ep, config.batch.global_batch_size
         if sequences % replicas:
             return []
@@ -153,7 +155,7 @@ class Space:
         return unsplit[:1] if microbatches == 1 else unsplit
 
     def settings(self, config: RunConfig) -> Iterator[Setting]:
-        """All of them, whether they are possible or not: many."""
+        """All settings, possible or not: many."""
         for mesh in self.meshes:
             for count in self.microbatch_counts(config, mesh):
                 orders = self.orders_on(mesh, count)
@@ -174,8 +176,9 @@ class Space:
 
 
 def load_for_search(file: Path | None, words: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """The configuration and the words that lead to it: with a plain schedule as well where the file's does not go with
-    the `words` of the command line, as the search chooses another anyway. Raises PentadError as `load` does."""
+    """The configuration and the words that lead to it. If the file's schedule does not go with the `words` of the
+    command line, these include a plain schedule, as the search chooses another anyway. Raises PentadError as `load`
+    does."""
     try:
         return load(file, words), [*words]
     except PentadError:
@@ -192,8 +195,8 @@ def load_for_search(file: Path | None, words: Sequence[str]) -> tuple[RunConfig,
 
 
 def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
-    """All settings of this many GPUs in which the keys `held` are as in the configuration; `auto` holds nothing. Raises
-    PentadError if no mesh has this many GPUs."""
+    """All settings for this many GPUs in which the keys `held` have their configured values; `auto` holds nothing.
+    Raises PentadError if no mesh has this many GPUs."""
     free = {key for key in KEYS if key not in held or value_of(config, key) == "auto"}
     model = config.model_spec("bfloat16")
 
@@ -254,13 +257,13 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 
 def reset(config: RunConfig, held: Collection[str]) -> RunConfig:
-    """The configuration without what only some settings allow, unless it is held."""
+    """The configuration without the keys that only some settings allow, unless they are held."""
     values = {key: value for key, value in RESET.items() if key not in held and value_of(config, key) != value}
     return load(config, sections=_nested(values)) if values else config
 
 
 def with_setting(config: RunConfig, setting: Setting, held: Collection[str] = ()) -> RunConfig:
-    """The configuration with a setting, and without what it may not go with. Raises PentadError if it is impossible."""
+    """The configuration with a setting, without conflicting keys. Raises PentadError if it is impossible."""
     values = {**{key: value for key, value in RESET.items() if key not in held}, **setting.values}
     return load(
         config, sections=_nested({key: value for key, value in values.items() if value_of(config, key) != value})
@@ -268,13 +271,13 @@ def with_setting(config: RunConfig, setting: Setting, held: Collection[str] = ()
 
 
 def overrides(config: RunConfig, changed: RunConfig) -> dict[str, Any]:
-    """The keys, and their values, in which a configuration with a setting differs from what it was made of."""
+    """The keys and values in which a configuration with a setting differs from the original."""
     keys = *KEYS, *RESET, TRANSPORT
     return {key: value_of(changed, key) for key in keys if value_of(config, key) != value_of(changed, key)}
 
 
 def given_and_changed(words: Iterable[str], config: RunConfig, changed: RunConfig) -> tuple[list[str], list[str]]:
-    """The `words` of a configuration that one with a setting keeps, and the overrides that lead to it."""
+    """The `words` that a configuration with a setting keeps, and the overrides that lead to it."""
     values = overrides(config, changed)
     texts = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
     return [word for word in words if word.partition("=")[0] not in values], texts
@@ -290,7 +293,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=64)
 def splits_backward(order: Order) -> bool:
-    """Whether a schedule has W apart from B."""
+    """Whether a schedule runs W separately from B."""
     found: Program = generate(order.name, 2, 8, order.options)
     return bool(_W[found.columns.op].any())
 

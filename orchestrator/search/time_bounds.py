@@ -1,7 +1,7 @@
-"""Times that no plan of a setting can take less than, without compiling it: its compute order, simulated alone.
+"""Lower bounds on the time of a setting's plans, without compiling them: the compute order is simulated on its own.
 
-To that comes what a rank has to do besides: reduce and gather, recompute, copy, update its weights. A lane that is busy
-for so long bounds the step as well.
+Then the rank's other duties are added: gathers and reductions, recomputation, copies, the update. Where a lane runs
+these, its total time bounds the step as well.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pentad.schedules.spec.plan import ALIGNMENT
 from pentad.schedules.spec.tensors import TILE_ELEMENTS
 
 _FORWARD, _BACKWARD = op_mask({Op.F}), op_mask({Op.B, Op.BW})
-_ADDS, _READS = op_mask({Op.W, Op.BW}), op_mask({Op.F, Op.B, Op.BW})  # to gradients; weights
+_ADDS, _READS = op_mask({Op.W, Op.BW}), op_mask({Op.F, Op.B, Op.BW})  # adds to gradients; reads weights
 
 
 def update_seconds(work: Work, costs: Costs) -> float:
-    """Seconds after the last reduction; with post-validation a step need not wait for them."""
+    """Seconds after the last reduction; 0 with post-validation, which need not wait for NORM and STEP."""
     return 0.0 if work.config.schedule.post_validation else costs.norm + costs.step
 
 
 @dataclass(frozen=True, eq=False)
 class Timed:
     """A compute order, simulated with the costs of a layout and free transfers between its actions. Its parts are
-    stages; or units, where a forward is interleaved with a backward, whose units then end in another order."""
+    stages; or units, if forwards are interleaved with backwards, as units then end in another order."""
 
     layout: Layout
     order: Order
@@ -55,7 +55,7 @@ class Timed:
 
     @cached_property
     def first_alike(self) -> Order:
-        """The first schedule of the layout that was asked for, of those with this compute order."""
+        """The first schedule with this compute order that the layout was asked for."""
         columns = self.program.columns
         rows = tuple(each.tobytes() for each in (columns.action, columns.op, columns.stage, columns.microbatch))
         return self.layout.orders.setdefault(rows, self.order)
@@ -70,12 +70,12 @@ class Timed:
 
     @cached_property
     def splits(self) -> bool:
-        """Whether the last to add to gradients is a W."""
+        """Whether the last action to add to gradients is a W."""
         return not (self.program.columns.op == CODE[Op.BW]).any()
 
     @cached_property
     def copies(self) -> Copies:
-        """To the host and back, where nothing recomputes."""
+        """Copies to the host and back, without recomputation."""
         if "costs" in CATALOGUE[self.order.name].accepts:
             return self.layout.work.copies(self.program, self.layout.units)
         ranks, slices = len(self.layout.placement), self.layout.piece.slices
@@ -96,7 +96,7 @@ class Timed:
 
     @cached_property
     def costs(self) -> Costs:
-        """The costs of parts, with the launches of all their units."""
+        """The costs of parts, including the launches of all their units."""
         costs, launch = self.layout.of_stages, self.layout.plain.launch
         if self.has_pairs:
             return self.layout.plain
@@ -136,7 +136,7 @@ class Timed:
         return any(self._fills_buffers(rank) for rank in self.ranks)
 
     def _fills_buffers(self, rank: RankTimes) -> bool:
-        """Whether gradients that a rank accumulates at once, beside those reduced just before, take more than the two
+        """Whether the gradients that a rank accumulates at once, with those being reduced just before, exceed its two
         largest units, padding aside."""
         layout = self.layout
         sizes = {unit: layout.parameters[unit] for part in rank.held for unit in self.units_of_parts[part]}
@@ -145,7 +145,7 @@ class Timed:
         padding = alignment * layout.mesh.size * len(sizes)
         for parts, reduced in rank.accumulating:
             units = [unit for part in parts for unit in self.units_of_parts[part]]
-            units += [self.units_of_parts[part][0] for part in reduced]  # which comes last
+            units += [self.units_of_parts[part][0] for part in reduced]  # the one reduced last
             for kind in (0, 1):
                 largest = sorted(size[kind] for size in sizes.values())[-BUFFERED:]
                 if sum(sizes[unit][kind] for unit in units) > sum(largest) + padding:
@@ -158,7 +158,7 @@ class Timed:
         return max(float(rank.ends[-1]) for rank in self.ranks)
 
     def bound(self, zero: int, max_gathered: int | None) -> float:
-        """Without recomputation and offloading."""
+        """The bound without recomputation and offloading."""
         room = self._room(max_gathered) if zero == 3 else None
         key = zero > 0, room, zero > 1 and self.reduces_often
         if key not in self._known:
@@ -166,7 +166,7 @@ class Timed:
         return self._known[key]
 
     def _room(self, max_gathered: int | None) -> int | None:
-        """Units that a rank with ZeRO-3 has gathered at once; None for all of them."""
+        """Units that a rank with ZeRO-3 keeps gathered at once; None: all of them."""
         room = self.layout.gathered(max_gathered)
         return None if room is None or room >= max(map(len, self.layout.units.of_ranks)) else room
 
@@ -192,7 +192,7 @@ class Timed:
         return begin + most + update_seconds(layout.work, costs)
 
     def bound_with(self, plain: float, setting: Setting) -> float:
-        """The bound of a setting that recomputes or offloads; `plain` is that of the same setting without."""
+        """The bound of a setting that recomputes or offloads; `plain` is that of the same setting without either."""
         layout, most = self.layout, plain
         again = self._recomputed(setting) if setting.recompute != "none" else None
         moved = layout.offload(setting.recompute, setting.offload) if setting.offload and not self.has_pairs else None
@@ -207,8 +207,8 @@ class Timed:
         return most
 
     def simulated_with(self, setting: Setting) -> float:
-        """The compute order, simulated with what a setting recomputes and copies, and the reductions that follow; 0 if
-        it does neither."""
+        """A bound from simulating the compute order with a setting's recomputation and copies, and the reductions that
+        follow; 0 if it has neither."""
         if setting.recompute == "none" and not setting.offload:
             return 0.0
         units, layout = self.units_of_parts, self.layout
@@ -238,15 +238,15 @@ class Timed:
     def _recomputing(
         self, program: Program, units: Sequence[range], costs: Costs, setting: Setting
     ) -> tuple[Program, Costs]:
-        """A program, of parts with these units, and its costs with the recomputation of a setting."""
+        """A program whose parts have these units, and its costs, with the recomputation of a setting."""
         by_unit, launch = self._recomputed(setting), costs.launch
         by_part = [sum(by_unit[unit] for unit in of_part) for of_part in units]
-        recompute = tuple(max(0.0, seconds - launch) for seconds in by_part)  # a RECOMPUTE has a launch of its own
+        recompute = tuple(max(0.0, seconds - launch) for seconds in by_part)  # a RECOMPUTE has its own launch
         stages = [part for part, seconds in enumerate(by_part) if seconds]
         return add_recompute(program, stages), replace(costs, recompute=recompute)
 
     def _recomputed(self, setting: Setting) -> list[float]:
-        """Seconds of each unit, of which only the first layers of a stage may recompute."""
+        """Seconds to recompute each unit; only the first layers of a stage may do so."""
         seconds, layout = list(self.layout.recompute(setting.recompute)), self.layout
         if setting.recompute_layers is not None:
             for units in layout.units.of_stages:
@@ -258,10 +258,11 @@ class Timed:
         return seconds
 
     def _copied(self, rank: RankTimes, seconds: Sequence[float]) -> float:
-        """A lane copies to the host, in the order of forwards, and another one back, in the order of backwards, what
-        units save; not that of the last two of a part, whose backward may follow too soon. What the last forward saves
-        comes to the host last, and comes back before what later backwards need. Where a backward follows its forward at
-        once, each copy to the host ends before the first one back begins; and a forward may be `_held_up`."""
+        """A lower bound on a rank's seconds with offloading. One lane copies what units save to the host, in the order
+        of forwards, and another back, in the order of backwards; the last two units of a part are left out, as their
+        backward may follow too soon. What the last forward saves leaves last, and returns before what later backwards
+        need. Where a backward directly follows its forward, each copy to the host ends before the first copy back
+        starts; and a forward may be `_held_up`."""
         moved, waiting = [0.0] * len(self.units_of_parts), 0.0
         for part in rank.held:
             inner = [unit for unit in self.units_of_parts[part] if self.layout.units.layers[unit].numbers]
@@ -277,10 +278,10 @@ class Timed:
         return max(float(rank.starts[0]) + rank.work + waiting, float(lanes))
 
     def _held_up(self, part: int, seconds: Sequence[float]) -> float:
-        """Seconds for which a forward waits for its own copies: a unit takes over the memory of an earlier one."""
+        """Seconds that a forward waits for its own copies, as a unit reuses the memory of an earlier one."""
         costs, ahead = self.layout.plain, 1 + (self.layout.work.config.memory.offload_prefetch or 1)
         computed = now = 0.0
-        copied = list[float]()  # when, by unit with layers
+        copied = list[float]()  # when each unit with layers has been copied
         for unit in self.units_of_parts[part]:
             has_layers, own = bool(self.layout.units.layers[unit].numbers), costs.forward[unit] + costs.launch
             now = max(now, copied[-ahead] if has_layers and len(copied) >= ahead else 0.0) + own
@@ -290,14 +291,14 @@ class Timed:
         return now - computed
 
     def _reduced(self, rank: RankTimes, costs: Costs, reduce: Sequence[float]) -> float:
-        """The reductions of a part's gradients, which take so long by unit, come after its last backward has begun, and
-        those of later parts after that; those of its units after theirs, from the last one to the first."""
+        """The last end of reductions, which take `reduce` by unit. Those of a part start after its last backward has
+        begun, and those of later parts follow; within a part, units follow from the last to the first."""
         most = later = 0.0
         for began, ended, part in sorted((rank.last_backward(part) for part in rank.held), reverse=True):
             units = self.units_of_parts[part]
             own = sum(reduce[unit] for unit in units)
             most, rest, after = max(most, began + own + later), 0.0, ended
-            for unit in units:  # the gradients of this one are complete at `after`
+            for unit in units:  # the gradients of this unit are complete at `after`
                 rest += reduce[unit]
                 most = max(most, after + rest)
                 after -= costs.weight[unit] + costs.backward[unit] * (not self.splits) + costs.launch
@@ -305,8 +306,8 @@ class Timed:
         return most
 
     def _gathered(self, rank: RankTimes, costs: Costs, room: int | None) -> float:
-        """Weights are gathered before the first forward of their unit; with ZeRO-3 those of a part with more units than
-        a rank has room for anew in every action."""
+        """Weights are gathered before the first forward of their unit; with ZeRO-3, a part with more units than the
+        rank has room for is gathered anew in every action."""
         if self.layout.work.lora is not None:  # frozen weights are gathered as well
             return 0.0
         by_part = {part: [costs.gather[unit] for unit in self.units_of_parts[part]] for part in rank.held}
@@ -323,9 +324,9 @@ class Timed:
 def _last_reduction(
     program: Program, units: Sequence[range], starts: Array, reduce: Sequence[float], again: Sequence[float]
 ) -> float:
-    """When it ends, at least, if these are the starts of all actions, and the seconds to reduce and to recompute each
-    unit: that of a part follows the start of its last backward, or rather that of its last unit, before which no
-    other need have recomputed."""
+    """A lower bound on the last end of reductions, given the starts of all actions and the seconds to reduce and to
+    recompute each unit. A part's reduction follows the start of its last backward, or rather of that of its last unit,
+    before which no other unit need have recomputed."""
     columns, most = program.columns, 0.0
     for held, span in zip(program.placement, pairwise(columns.rank_offsets.tolist()), strict=True):
         op, part, action = (each[slice(*span)] for each in (columns.op, columns.stage, columns.action))
@@ -339,7 +340,7 @@ def _last_reduction(
 
 @dataclass(frozen=True, eq=False)
 class RankTimes:
-    """The parts that a rank has, the rows of its compute order, and start and end of its actions."""
+    """The parts of a rank, the rows of its compute order, and the start and end of its actions."""
 
     held: tuple[int, ...]
     part: Array
@@ -368,8 +369,8 @@ class RankTimes:
 
     @property
     def accumulating(self) -> Iterator[tuple[list[int], list[int]]]:
-        """When the gradients of each part begin: parts that are between their first and their last microbatch, and, if
-        this one is among them, the part whose last one was just before."""
+        """For the moment at which each part begins to have gradients: the parts between their first and last
+        microbatch, and the part whose last microbatch came just before, if any."""
         spans = {part: np.flatnonzero((self.part == part) & _ADDS[self.op])[[0, -1]] for part in self.held}
         for begin, end in spans.values():
             ended = {int(other[1]): each for each, other in spans.items() if other[1] < begin < end}
@@ -377,7 +378,7 @@ class RankTimes:
             yield running, [ended[max(ended)]] if ended else []
 
     def turns(self, part: int) -> tuple[int, float]:
-        """How often the backward of a piece follows its forward at once, and the most seconds of both."""
+        """How often the backward of a piece directly follows its forward, and the most seconds of such a pair."""
         same = (self.part[1:] == part) & (self.part[:-1] == part) & (self.microbatch[1:] == self.microbatch[:-1])
         rows = np.flatnonzero(same & _FORWARD[self.op[:-1]] & _BACKWARD[self.op[1:]])
         pairs = self.seconds[self.action[rows]] + self.seconds[self.action[rows + 1]]

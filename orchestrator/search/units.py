@@ -1,4 +1,4 @@
-"""Stages and their units, which many layouts have in common."""
+"""Stages and their units, which many layouts share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pentad.schedules.spec.tensors import LayerRange
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of one piece in a unit: between F and B and between B and W, and at most during F and during B or BW."""
+    """Bytes of one piece in a unit: held between F and B and between B and W, and at most during F, B and BW."""
 
     saved: int
     deferred: int
@@ -53,7 +53,7 @@ class Units:
 
     @cached_property
     def layers_before(self) -> list[int]:
-        """Layers of earlier units of its stage, by unit."""
+        """By unit, the number of layers in earlier units of its stage."""
         return [unit.first - self.stages[of].first for unit, of in zip(self.layers, self.stage_of, strict=True)]
 
     @cached_property
@@ -68,13 +68,13 @@ class Units:
 
     @cached_property
     def runs(self) -> list[list[range]]:
-        """The units of each stage, divided into those of one kind that follow each other."""
+        """The units of each stage, as runs of consecutive units of one kind."""
         runs = [[list(run) for _, run in groupby(units, self.kinds.__getitem__)] for units in self.of_stages]
         return [[range(run[0], run[-1] + 1) for run in of_stage] for of_stage in runs]
 
     @cached_property
     def different(self) -> tuple[int, ...]:
-        """The ranks that are the first of those alike."""
+        """The first rank of each group of equal ranks."""
         return tuple(dict.fromkeys(self.alike))
 
     @cached_property

@@ -1,1 +1,1 @@
-"""A step as it is simulated beyond its costs: links that operations share, and deviations."""
+"""Effects on a simulated step beyond its costs: links that operations share, and random deviations."""

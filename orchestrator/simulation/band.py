@@ -1,4 +1,4 @@
-"""What a step of a plan takes in 5 to 95 % of steps: with links that operations share, and drawn deviations."""
+"""The range of 5 to 95 % of a plan's step times, with links that operations share and with random deviations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from pentad.schedules.simulate.shared_links import shared_seconds
 from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.spec.plan import Plan
 
-# Measured on two H200s: 0.015 to 0.023 of instructions, and 0.005 to 0.008 of a rank from step to step
-# (tests/bench/results/jitter-2xh200.json); two H100s multiplied 1.7 % apart (calibration-2xh100.json and -h100.json).
+# Measured on two H200s: deviations of 0.015 to 0.023 between instructions, and of 0.005 to 0.008 for a rank from step
+# to step (tests/bench/results/jitter-2xh200.json); products on two H100s differed by 1.7 % (calibration-2xh100.json and
+# -h100.json).
 DEVIATIONS = Deviations(instruction=0.02, rank=0.01)
 
 
 class PlanBand(NamedTuple):
-    """Seconds of a step at its costs, of one with shared links, and of steps with deviations as well, in so many
-    draws; and the MFU of the latter (None: on CPUs)."""
+    """Seconds of a step: `nominal` at its costs, `shared` with shared links, and `band` with deviations as well, over
+    `draws` draws; and the MFU of the latter (None: on CPUs)."""
 
     nominal: float
     shared: float
@@ -50,7 +51,7 @@ class PlanBand(NamedTuple):
 
 
 def plan_band(plan: Plan, draws: int, events: Events | None = None) -> PlanBand:
-    """Of at least two draws, from the plan's seed. `events` are those of its program, if they are known already."""
+    """The band of at least two draws, from the plan's seed. `events` are those of its program, if already known."""
     program, costs, mesh = plan.program, costs_of(plan), plan.mesh
     events = events or acyclic_events(program)
     seconds = shared_seconds(program, events, costs, link_shares(plan, costs))

@@ -1,7 +1,7 @@
-"""Messages inside the layers of instructions: as spans of a lane of their own, and in total by op, stage and axis.
+"""Messages inside the layers of instructions: as spans of a lane of their own, and as totals by op, stage and axis.
 
-An instruction's messages of one kind are a span that compute hides, from the instruction's start, and one that it waits
-for, up to its end: what is known is how long they take together, not when the kernels of a layer have them.
+An instruction's messages of one kind become a span that compute hides, at the instruction's start, and one that it
+waits for, at its end: only their total time is known, not when the kernels of a layer have them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPS = {op.value: op for op in RUNS_KERNELS - {Op.W}}  # W sends nothing
 
 
 class Part(NamedTuple):
-    """Messages of a kind, as shares of their instruction's time."""
+    """Messages of one kind; `share` is their fraction of the instruction's time."""
 
     name: str
     op: str
@@ -31,12 +31,12 @@ class Part(NamedTuple):
 
 
 def with_layer_spans(timeline: Timeline, plan: Plan, costs: Costs) -> Timeline:
-    """A simulated timeline of the plan's program, or of all ranks of its mesh, with spans of LANE. `costs` are those
-    that the plan's rates give; in a timeline at others messages have their shares of them."""
+    """A simulated timeline of the plan's program, or of all ranks of its mesh, with spans of LANE added. `costs` are
+    those at the plan's rates; in a timeline at other costs, messages keep their share of an instruction."""
 
     @cache
     def parts(op: str, stage: int) -> tuple[list[Part], list[Part]]:
-        """Hidden and exposed ones."""
+        """Hidden and exposed messages."""
         hidden, exposed = list[Part](), list[Part]()
         if not (seconds := costs.seconds(Instruction(OPS[op], stage))):
             return hidden, exposed
@@ -62,7 +62,7 @@ def with_layer_spans(timeline: Timeline, plan: Plan, costs: Costs) -> Timeline:
 
 
 def planned_messages(plan: Plan) -> tuple[DrawnMessages, ...]:
-    """Of each op, stage and axis of the plan's program, at the costs of the plan."""
+    """The messages of each op, stage and axis of the plan's program, at the plan's costs."""
     costs = costs_of(plan)
     parts = (part for stream in plan.program.streams for part in instructions_of(stream))
     found = list[DrawnMessages]()
@@ -78,7 +78,7 @@ def planned_messages(plan: Plan) -> tuple[DrawnMessages, ...]:
 
 
 def messages_of(plan: Plan, op: str, stage: int) -> Iterator[LayerMessages]:
-    """Those inside the layers of a stage, in an instruction of this op."""
+    """The messages inside the layers of a stage, in an instruction with this op."""
     mode = plan.recompute_mode(stage)
     phase = "F" if op == "F" or (op == "RECOMPUTE" and mode == "full") else mode if op == "RECOMPUTE" else "B"
     return layer_messages(plan.model, plan.layers[stage], even_piece(plan), rates_of_plan(plan), phase)

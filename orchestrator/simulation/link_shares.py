@@ -1,4 +1,5 @@
-"""How much of its time an operation of a plan keeps its rank's links busy, to GPUs of its host and to other hosts."""
+"""The fraction of its time for which an operation of a plan keeps its rank's links busy, to GPUs of its host and to
+other hosts."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from pentad.schedules.spec.mesh import DENSE_AXES, EXPERT_AXES, Axis
 from pentad.schedules.spec.plan import Plan
 
 NOTHING: Shares = (0.0, 0.0)
-PASSED_ON = ("all_gather", "reduce_scatter", "all_reduce")  # from rank to rank, along a ring
+PASSED_ON = ("all_gather", "reduce_scatter", "all_reduce")  # passed on from rank to rank, along a ring
 ZERO_OPS = (Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_GATHER)
 
 
 def link_shares(plan: Plan, costs: Costs) -> LinkShares:
-    """With links of a host first, and those to other hosts second."""
+    """Shares by op and stage: of links within a host first, of those to other hosts second."""
     rates, stages = rates_of_plan(plan), range(plan.program.stages)
     takes = {
         Op.F: costs.forward,
@@ -40,7 +41,7 @@ def link_shares(plan: Plan, costs: Costs) -> LinkShares:
 
 
 def _in_layers(plan: Plan, rates: Rates, op: Op, stage: int) -> Shares:
-    """Seconds that messages inside the layers of a stage keep each link busy, hidden ones too."""
+    """Seconds for which messages inside the layers of a stage keep each link busy, including hidden ones."""
     found = [0.0, 0.0]
     if op is Op.RECOMPUTE and plan.recompute_mode(stage) == "none":
         return NOTHING
@@ -51,8 +52,8 @@ def _in_layers(plan: Plan, rates: Rates, op: Op, stage: int) -> Shares:
 
 
 def _of_parameters(plan: Plan, rates: Rates, stage: int) -> Shares:
-    """The shares of a collective of a stage's parameters, which has a link busy all the time: that of the most bytes'
-    time."""
+    """The shares of a collective of a stage's parameters. Such a collective keeps the link that takes longest busy all
+    the time."""
     sizes = local_parameters(plan.model, plan.lora, plan.layers[stage], plan.mesh)
     both = zip(sizes, (DENSE_AXES, EXPERT_AXES), strict=True)
     seconds = [_busy(plan, rates, axes, "all_gather", size, group=plan.zero_shards) for size, axes in both]
@@ -62,8 +63,8 @@ def _of_parameters(plan: Plan, rates: Rates, stage: int) -> Shares:
 def _busy(
     plan: Plan, rates: Rates, axes: tuple[Axis, ...], kind: str, size: int, *, in_layers: bool = False, group: int = 0
 ) -> Shares:
-    """Seconds that `size` bytes of the ranks along these axes, or of each `group` of them, keep each link of a rank
-    busy. Between hosts, a collective's bytes pass from rank to rank on each host as well."""
+    """Seconds for which `size` bytes of the ranks along these axes, or of each `group` of them, keep each link of a
+    rank busy. In a collective between hosts, bytes also pass from rank to rank within each host."""
     ranks, held = math.prod(getattr(plan.mesh, axis) for axis in axes), ranks_on_host(plan.mesh, axes, rates.host_order)
     if group:
         ranks, held = group, math.gcd(held, group)

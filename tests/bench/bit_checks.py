@@ -25,13 +25,13 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.sources import builtin_corpus
 from pentad.workers.integrity.digest import digest
 
-MODEL_10M = replace(MODEL, hidden=320, heads=8, kv_heads=4, ffn=960)  # of layers; sequences are of 8 tokens
+MODEL_10M = replace(MODEL, hidden=320, heads=8, kv_heads=4, ffn=960)  # parameters in layers; sequences have 8 tokens
 ROUNDS, ELEMENTS = 3, 2**26
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(workers: list[WorkerProcess]) -> float:
-    """Of all processes so far."""
+    """CPU seconds of all processes so far."""
     fields = [Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split() for worker in workers]
     return sum(int(each[11]) + int(each[12]) for each in fields) / TICKS
 
@@ -43,7 +43,7 @@ def spent(workers: list[WorkerProcess], action: Callable[[], Any]) -> float:
 
 
 def of_ranks(plan: Plan) -> dict[str, Any]:
-    """CPU seconds of a rank."""
+    """CPU seconds of one rank."""
     workers = [WorkerProcess() for _ in range(plan.mesh.size)]
     try:
         start_run(workers, plan)
@@ -61,7 +61,7 @@ def of_ranks(plan: Plan) -> dict[str, Any]:
 
 
 def of_digests(device: str) -> dict[str, float]:
-    """Nanoseconds an element of float32."""
+    """Nanoseconds a float32 element."""
     values, clock = torch.randn(ELEMENTS, device=device), time.process_time if device == "cpu" else time.monotonic
     int(digest(values))
     began = clock()

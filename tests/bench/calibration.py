@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(device: str, path: Path) -> float:
-    """Seconds that it took."""
+    """Calibrates; returns the seconds that it took."""
     began = time.monotonic()
     table = calibrate(load(None, [f"cluster.device={device}", "mesh.pp=2"]), progress)
     write_table(table, path)
@@ -61,7 +61,8 @@ def progress() -> Any:
 
 
 def predicted(run: dict[str, Any], table: Path) -> dict[str, Any]:
-    """Seconds of its step and GiB of the fullest rank, with the table and without, beside what was measured."""
+    """Predicted seconds of a run's step and GiB of its fullest rank, with the table and without, beside the measured
+    ones."""
     row = {key: run[key] for key in ("config", "overrides", "mesh", "schedule", "zero", "step_seconds", "peak_gib")}
     device = "cpu" if json.loads(table.read_text())["gpu"] == "CPU" else "cuda"
     for key, rates in (("assumed", "builtin"), ("calibrated", table)):

@@ -66,7 +66,7 @@ class Trial:
         self.done = 2
 
     def run(self, kind: str) -> dict[str, Any]:
-        """Seconds a step, and what was made beside them."""
+        """Seconds a step, and facts about what was made meanwhile."""
         step, asked = self.done, list[tuple[WorkerProcess, int]]()
         began = time.monotonic()
         if kind == "copy":
@@ -93,7 +93,7 @@ class Trial:
 
 
 def cost(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """Every kind makes its first one before anything counts: it allocates memory."""
+    """The first copy or checkpoint of every kind does not count, as it allocates memory."""
     config = load(ROOT / "deploy" / "jobs" / "llama-8b.yaml", [*COST, *overrides])
     kinds = ("nothing", *args.kinds)
     plan = replace(make_plan(config, config.cluster.device), replicate_every=args.steps)
@@ -122,7 +122,7 @@ def cost(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
 
 
 def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """One rank after the other, by default each once."""
+    """Kills one rank after the other, by default each once."""
     command = [sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "train", args.job, *KILL]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         run, rows = Path(folder, "kill"), list[dict[str, Any]]()
@@ -164,15 +164,15 @@ def _places(run: Path) -> list[int]:
 
 
 def _before(metrics: list[dict[str, Any]], copies: list[dict[str, Any]], generation: int) -> dict[str, Any]:
-    """What a generation has done when one of its ranks is about to be killed: a recovery drops the rows of steps that
-    run again."""
+    """What a generation has done by the time one of its ranks is killed; read before, as a recovery drops the rows of
+    steps that run again."""
     steps = [round(row["step_seconds"], 3) for row in metrics if row["generation"] == generation]
     made = [{fact: row[fact] for fact in COPY} for row in copies if row["generation"] == generation]
     return {"seconds_of_steps": steps, "copies": made}
 
 
 def _recovery(run: Path, generation: int, at: float, known: int) -> dict[str, Any]:
-    """What followed a kill at the Unix second `at`, when the journal had `known` lines."""
+    """What followed a kill at Unix time `at`, when the journal had `known` lines."""
     first = next(row for row in _metrics(run) if row["generation"] > generation)
     recovered = _events(run, "recovered")[-1]
     facts = {key: recovered[key] for key in ("how", "step", "steps_replayed", "seconds")}

@@ -96,7 +96,7 @@ def parsed() -> tuple[argparse.Namespace, Words]:
 
 
 def write_corpus(folder: Path, args: argparse.Namespace) -> None:
-    """Random tokens below 256, the last one of a document 0."""
+    """Documents of random tokens below 256 that end with token 0."""
     folder.mkdir()
     random, lengths = np.random.default_rng(0), list[int]()
     while sum(lengths) < args.tokens:
@@ -106,7 +106,7 @@ def write_corpus(folder: Path, args: argparse.Namespace) -> None:
 
 
 def pack(args: argparse.Namespace, words: Words) -> None:
-    """`planned` says how even documents are only where they are packed already."""
+    """Packs the corpus: `planned` knows the balance of documents only once they are packed."""
     plan = make_plan(load(args.config, [*words, "memory.recompute=none"]), args.device)
     open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
 
@@ -117,11 +117,11 @@ def static_meshes(pool: int, batch: int) -> Iterator[Words]:
             dp = pool // tp // cp
             if batch % dp == 0:
                 words = [f"mesh.tp={tp}", f"mesh.dp={dp}", f"mesh.cp={cp}", f"schedule.microbatches={batch // dp}"]
-                yield words if dp * cp > 1 else [*words, "zero.stage=0"]  # nothing to shard
+                yield words if dp * cp > 1 else [*words, "zero.stage=0"]  # there is nothing to shard
 
 
 def expected_seconds(args: argparse.Namespace, words: Words) -> float | str:
-    """Of a step, or why there is none."""
+    """Expected seconds of a step, or why there are none."""
     try:
         found = planned(load(args.config, [*words, "data.balance=documents"]), args.device)
     except PentadError as error:

@@ -37,7 +37,7 @@ PARTS, AT_ONCE, COMPARED = 4, 2**23, 2**20  # parts of the text; characters at o
 
 
 def groups(source: str, megabytes: int) -> list[list[str]]:
-    """The documents of a source, about AT_ONCE characters together."""
+    """The documents of a source, in groups of about AT_ONCE characters."""
     found: list[list[str]] = [[]]
     size = total = 0
     for file in find_files([source]):
@@ -53,7 +53,7 @@ def groups(source: str, megabytes: int) -> list[list[str]]:
 
 
 def rate(texts: list[str], action: Callable[[], T]) -> tuple[float, T]:
-    """Megabytes of `texts` by CPU second of an action, and its result."""
+    """Megabytes of `texts` per CPU second of an action, and its result."""
     size = sum(len(text.encode()) for text in texts) / 1e6
     began = time.process_time()
     result = action()
@@ -82,13 +82,13 @@ def encode_all(encoder: Encoder, groups: list[list[str]]) -> list[np.ndarray]:
 
 
 def head(texts: list[str]) -> list[str]:
-    """The first of the texts, about COMPARED characters together."""
+    """The first texts, with about COMPARED characters in total."""
     ends = np.cumsum([len(text) for text in texts])
     return texts[: int(np.searchsorted(ends, COMPARED)) + 1]
 
 
 def whole_build(texts: list[list[str]], tokenizer: Path, megabytes: float) -> dict[str, float]:
-    """Megabytes of text by CPU second of all processes of a build, and by second of the clock."""
+    """Megabytes of text per CPU second of all processes of a build, and per second of wall time."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
         with rows.open("w") as sink:

@@ -46,7 +46,8 @@ TINY = ("mesh.dp=1", "mesh.pp=2", "batch.global_batch_size=4", "batch.sequence_l
 def inject(run: LiveRun, rng: random.Random, fault: Callable[[], None]) -> dict[str, Any]:
     """Injects a fault and waits until the run continues.
 
-    `noticed` is in seconds since the fault, `recovered` and `stepped` (the first step) are in seconds since then.
+    `noticed` is in seconds since the fault; `recovered` and `stepped` (the first step) are in seconds since it was
+    noticed.
     """
     run.wait_steps(STEPS_BETWEEN_FAULTS)
     time.sleep(rng.random())
@@ -160,13 +161,13 @@ def node_faults(folder: Path, count: int, rng: random.Random, spares: int | None
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process since it started."""
+    """CPU seconds of a process since it started."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 
 
 def soak(folder: Path, steps: int, seconds: float) -> dict[str, Any]:
-    """A healthy run on a machine under load: every rank reported lost is a false alarm."""
+    """A healthy run on a loaded machine: any rank reported lost is a false alarm."""
     with LiveRun(folder, *TINY, f"run.steps={steps}", "cluster.address=local") as run, cpu_load(LOAD_PROCESSES):
         growth, began = Growth({"driver": run.process.pid, "rank 0": run.rank_pids()[0]}), time.monotonic()
         with suppress(Ended):

@@ -39,8 +39,8 @@ BLOCK, COMPUTE = Recipe("block"), torch.bfloat16
 
 
 class Shape(NamedTuple):
-    """Of a layer's experts on one rank: tokens of a microbatch, hidden and intermediate size, experts, and of them for
-    each token."""
+    """A layer's experts on one rank: tokens of a microbatch, hidden and intermediate size, number of experts, and
+    experts a token."""
 
     tokens: int
     hidden: int
@@ -59,12 +59,12 @@ SHAPES = {
 
 
 class Layer:
-    """Weights, tokens and gradients of a layer's experts, with both ways to compute."""
+    """Weights, tokens and gradients of a layer's experts, and both ways to compute with them."""
 
     def __init__(self, shape: Shape) -> None:
         tokens, hidden, width, experts, top_k = shape
         self.shape, self.x, self.dout = shape, random(tokens, hidden), random(tokens, hidden)
-        # Of the size that they have in training: with larger ones errors of 8 bits grow in the gated linear unit.
+        # As large as in training: with larger ones FP8 errors grow in the gated linear unit.
         self.up, self.down = random(experts, 2 * width, hidden), random(experts, hidden, width)
         self.up.mul_(hidden**-0.5)
         self.down.mul_(width**-0.5)
@@ -116,7 +116,7 @@ class Layer:
         return dx
 
     def products(self) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-        """(in bfloat16, in 8 bits), of gate_up."""
+        """(in bfloat16, in FP8), for gate_up."""
         offsets, index = self.rows.offsets, self.rows.tokens
         gathered = gather_rows(self.x, index, offsets)
         wide = random(gathered.shape[0], 2 * self.shape.width)

@@ -42,7 +42,7 @@ def rate(flops: float, calls: Calls) -> float:
 def measured(measure: Callable[[], float]) -> float | str:
     try:
         return measure()
-    except Exception as problem:  # a layout or dtype that cuBLAS lacks here is a result too
+    except Exception as problem:  # that cuBLAS lacks a layout or dtype here is a result too
         return f"{type(problem).__name__}: {problem}"[:200]
 
 
@@ -122,7 +122,7 @@ def cast_rows() -> Iterator[dict[str, Any]]:
 
 
 def results(recipe: Recipe, x: Tensor, weight: Tensor, gate_up: Tensor, dy: Tensor) -> list[Fp8Tensor | None]:
-    """Of all casts."""
+    """The results of all casts."""
     amax = amax_for(recipe, x)
     rows = amax and amax.rows
     both = None if amax is None else (amax, amax.columns)
@@ -136,7 +136,7 @@ def results(recipe: Recipe, x: Tensor, weight: Tensor, gate_up: Tensor, dy: Tens
 
 
 def check_casts() -> None:
-    """The kernels at full width against the reference, which may round gradients of the gated unit as they do."""
+    """Compares the kernels at full width with the reference, which can round gradients of the gated unit as they do."""
     inputs = random(256, HIDDEN), random(HIDDEN), random(256, 2 * FFN), random(256, FFN)
     x, weight, *of_unit = (each.cpu() for each in inputs)
     for recipe in (RECIPES["block"], RECIPES["tensor"]):

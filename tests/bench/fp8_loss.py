@@ -34,7 +34,7 @@ CONFIG = Path("deploy/jobs/llama-1b.yaml")
 BASELINE = "compute"
 RECIPES = (BASELINE, "fp8-tensor", "fp8-row", "fp8-block")
 WARMUP, WINDOW = 100, 20  # steps
-END, APART = 0.003, 0.01  # relative to bfloat16's loss
+END, APART = 0.003, 0.01  # relative to the loss in bfloat16
 
 
 def overrides(args: argparse.Namespace, run: str) -> list[str]:
@@ -56,7 +56,7 @@ def windows(losses: list[float]) -> list[float]:
 
 
 def compared(found: list[float], want: list[float]) -> dict[str, float]:
-    """Relative to the losses of bfloat16, in means of windows: at the end, and the most after WARMUP."""
+    """Deviations from the losses in bfloat16, in means of windows: at the end, and the largest after WARMUP."""
     apart = [a / b - 1 for a, b in zip(windows(found), windows(want), strict=True)]
     return {"end": apart[-1], "most": max(apart[min(WARMUP // WINDOW, len(apart) - 1) :], key=abs)}
 

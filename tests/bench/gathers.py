@@ -41,7 +41,7 @@ def gathers(args: argparse.Namespace, rank: int, store: str, results: SimpleQueu
         try:
             way, whole = make(share, rank, args.ranks, files)
             row: dict[str, Any] = measure(way, whole, products, share)
-        except Exception as error:  # of one way: the others are measured
+        except Exception as error:  # one way failed; the others are still measured
             row = {"error": f"{type(error).__name__}: {error}"[:400]}
         if rank == 0:
             results.put({"way": name, **row})
@@ -50,7 +50,7 @@ def gathers(args: argparse.Namespace, rank: int, store: str, results: SimpleQueu
 
 
 class Products:
-    """Those of a layer's two largest matrices."""
+    """Products with a layer's two largest matrices."""
 
     def __init__(self, device: torch.device) -> None:
         self.x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16()
@@ -98,18 +98,18 @@ def zero(share: torch.Tensor, rank: int, ranks: int, store: dist.Store) -> tuple
 
 
 def measure(way: Way, whole: torch.Tensor, products: Products, share: torch.Tensor) -> dict[str, float]:
-    """Raises RuntimeError if not all arrives."""
+    """Raises RuntimeError if not everything arrives."""
     side = torch.cuda.Stream()
 
     def timed(gather: bool, multiply: bool) -> tuple[float, float]:
-        """Milliseconds of a gather and of the products, medians."""
+        """Median milliseconds of a gather and of the products."""
         found = list[tuple[float, float]]()
         for _ in range(ROUNDS):
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda.synchronize()
             start, gathered, multiplied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-            torch.cuda._sleep(2_000_000)  # so that all is issued before any of it runs
+            torch.cuda._sleep(2_000_000)  # so that everything is issued before any of it runs
             start.record()
             side.wait_event(start)
             with torch.cuda.stream(side):

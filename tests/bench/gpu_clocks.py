@@ -1,4 +1,4 @@
-"""Clock and power of a GPU while ranks train: under its power limit, its clock is what bounds the rate of products."""
+"""Clock and power of a GPU while ranks train: under its power limit, the clock bounds the rate of products."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 0.2  # between two samples
 
 
 class Sample(NamedTuple):
-    """At a second of the monotonic clock: the clock of the SMs in MHz, watts, and why the driver lowers the clock."""
+    """At a second of the monotonic clock: SM clock in MHz, power in watts, and why the driver lowers the clock."""
 
     at: float
     clock: float
@@ -28,7 +28,7 @@ class Sample(NamedTuple):
 
 @contextmanager
 def sampled(device: int) -> Iterator[list[Sample]]:
-    """Samples of a CUDA device of this process, until the end of the block; none without NVML."""
+    """Samples a CUDA device of this process within the block; none without NVML."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     index = int(visible.split(",")[device]) if visible else device
     samples, ended = list[Sample](), threading.Event()
@@ -49,8 +49,8 @@ def sampled(device: int) -> Iterator[list[Sample]]:
 
 
 def clocks(samples: list[Sample], begin: float, end: float) -> dict[str, float]:
-    """Means of the samples between two seconds, and the share of them in which power limits the clock; empty without
-    samples."""
+    """Means of the samples between two seconds, and the share of them in which power limits the clock; empty if there
+    are none."""
     taken = [each for each in samples if begin <= each.at <= end]
     if not taken:
         return {}

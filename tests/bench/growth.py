@@ -1,7 +1,7 @@
 """Detects leaks of processes: memory, file descriptors, threads, listening ports and files in shared memory.
 
-Processes have one arena of malloc (MALLOC_ARENA_MAX=1). By default glibc has eight a core, each of which keeps what was
-freed in it: on two cores a driver then grew by 61 MB in a hundred recoveries, and by 21 MB with one.
+Processes have one malloc arena (MALLOC_ARENA_MAX=1). By default glibc has eight a core, and each keeps the memory freed
+in it: on two cores a driver then grew by 61 MB in a hundred recoveries, and by 21 MB with one arena.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WARMUP = 5  # samples until caches are full
 
 
 class Resources(NamedTuple):
-    """Of one process. `rss` excludes shared pages."""
+    """The resources of one process. `rss` excludes shared pages."""
 
     rss: int
     fds: int

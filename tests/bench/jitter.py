@@ -31,9 +31,9 @@ from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.health.gpu_facts import facts_of, index_of
 
-SIZE, ROUND = 8192, 10  # of the factors, and products between two looks at the clock
+SIZE, ROUND = 8192, 10  # of the matrices, and products between two readings of the clock
 WARM_UP = 8  # steps that do not count
-LEAST_SECONDS = 1e-3  # of an instruction that counts
+LEAST_SECONDS = 1e-3  # of an instruction, for it to count
 
 
 def main() -> None:
@@ -86,9 +86,9 @@ def burn(seconds: float) -> list[tuple[float, float, float]]:
 
 
 def deviations(steps: Sequence[Sequence[Sequence[Span]]]) -> dict[str, Any]:
-    """Of `steps[step][rank]`: standard deviations of logarithms of seconds, of an `instruction` by rank and by op, and
-    of a rank in a `step`; and the seconds of steps at 5, 50 and 95 % of them."""
-    kinds = defaultdict[tuple[int, str], list[list[float]]](list)  # of a rank's instruction: op, seconds of each step
+    """For `steps[step][rank]`: standard deviations of the logarithm of seconds, of an `instruction` by rank and by op,
+    and of a rank in a `step`; and the 5, 50 and 95 % quantiles of steps in seconds."""
+    kinds = defaultdict[tuple[int, str], list[list[float]]](list)  # rank, op: seconds of each instruction in each step
     for rank in range(len(steps[0])):
         by_name = defaultdict[tuple[str, str], list[float]](list)
         for ranks in steps:

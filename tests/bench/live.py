@@ -73,7 +73,7 @@ class LiveRun:
         return [process for process in psutil.process_iter() if _session(process.pid) in sessions]
 
     def status(self) -> dict[str, Any]:
-        """As `pentad status` has it."""
+        """The status, as from `pentad status`."""
         with connect(self.folder) as client:
             return client.status(30)
 
@@ -82,7 +82,7 @@ class LiveRun:
         return [rank["pid"] for rank in self.event("place", 60.0)["ranks"]]
 
     def last_step(self) -> int:
-        """The last step that is done, -1 before the first."""
+        """The last completed step, -1 before the first."""
         return self._last_row()["step"]
 
     def _last_row(self) -> dict[str, Any]:
@@ -95,12 +95,12 @@ class LiveRun:
         return json.loads(lines[-1]) if lines else {"step": -1, "generation": 0}
 
     def wait_steps(self, count: int, seconds: float = 90.0) -> None:
-        """Waits until `count` more steps are done."""
+        """Waits until `count` more steps are complete."""
         first = self.last_step()
         self.wait_until(lambda: self.last_step() >= first + count, seconds)
 
     def wait_generation(self, generation: int, seconds: float) -> float:
-        """Waits for the first step of a generation; returns the Unix time when it was done."""
+        """Waits for the first step of a generation; returns the Unix time at which it completed."""
         self.wait_until(lambda: self._last_row()["generation"] >= generation, seconds)
         return time.time()
 

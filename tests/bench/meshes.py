@@ -65,7 +65,7 @@ def measure(ranks: Ranks, path: str, overrides: list[str], device: Device, warmu
 
 
 def train(connection: Connection, plan: Plan, rank: int) -> Any:
-    """(results of the steps, bytes allocated before they begin and at their peak, bytes used of the device at the end,
+    """(results of the steps, bytes allocated before they begin and at their peak, bytes used on the device at the end,
     device name, its clocks)."""
     steps = plan.optimizer.learning_rate.decay_steps
     before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0  # of the run before: nothing
@@ -130,8 +130,8 @@ def profiled(profile: RankProfile | None) -> dict[str, Any]:
 
 
 def simulated(plan: Plan, steps: list[tuple[Span, ...]]) -> dict[str, float]:
-    """The seconds of a step, and the share of its time that ranks do not compute, with the costs of these steps, and
-    that share as it was."""
+    """A simulated step at the costs of these steps: its seconds, and the fraction of its time in which ranks do not
+    compute; and that fraction as measured."""
     costs = read_costs(plan.program, Timeline("measured", tuple(span for step in steps for span in step)))
     if costs is None:
         return {}

@@ -36,8 +36,8 @@ COMMON = [
     *("data.holdout=0", "eval.every=0"),
 ]
 ON_HOST = "optimizer=host offload_fraction=auto host_gib=112"
-# Layers, tokens of a sequence, and options, of memory unless they name a section. Without any, 8 layers do not fit at
-# 131,072 tokens; all 32 with state in bfloat16 fit up to 262,144.
+# Layers, tokens of a sequence, and options (of memory, unless they name a section). Without options, 8 layers do not
+# fit at 131,072 tokens; all 32, with state in bfloat16, fit up to 262,144.
 STEPS: dict[str, list[tuple[int, int, str]]] = {
     "alpha": [
         (8, 131072, "recompute=attention"),
@@ -48,7 +48,7 @@ STEPS: dict[str, list[tuple[int, int, str]]] = {
         (8, 65536, "offload_fraction=0.6"),
         (8, 65536, "offload_fraction=1.0"),
     ],
-    # Rows of what attention recomputes are saved, on the host or on the device. Four layers fit into 70 GiB.
+    # Of what attention recomputes, some rows are saved on the host or on the device. Four layers fit into 70 GiB.
     "rows": [
         (4, length, options)
         for length in (32768, 65536)
@@ -65,11 +65,11 @@ STEPS: dict[str, list[tuple[int, int, str]]] = {
     "host": [(8, 65536, "optimizer=host"), (32, 131072, f"recompute=attention {ON_HOST}")],
     "longest": [(32, 262144, f"recompute=full {ON_HOST} precision.optimizer_state=bfloat16")],
 }
-FEWER = {131072: 2, 262144: 1}  # steps with all layers
+FEWER = {131072: 2, 262144: 1}  # numbers of steps with all layers, by tokens
 
 
 def copies(size: int) -> dict[str, float]:
-    """GB/s of copies of `size` bytes each way, alone and both at once, and what they cost a product beside them."""
+    """GB/s of copies of `size` bytes in each direction, alone and both at once, and how much they slow a product."""
     hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     devices = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -96,7 +96,7 @@ def copies(size: int) -> dict[str, float]:
         return [size / begin.elapsed_time(end) / 1e6 for begin, end in events]
 
     def product(*ways: str) -> float:
-        """Median milliseconds of a product; copies last longer than all of them."""
+        """Median milliseconds of a product. The copies outlast all products."""
         torch.cuda.synchronize()
         for _ in range(PRODUCTS):  # an idle GPU would begin at a higher clock
             torch.mm(x, w)
@@ -112,7 +112,7 @@ def copies(size: int) -> dict[str, float]:
     cases = (), ("out",), ("in",), ("out", "in")
     for ways in cases:
         product(*ways)
-    # In turn, since clocks change in the course of it.
+    # Interleaved, since clocks drift.
     times: dict[tuple[str, ...], list[float]] = {ways: [] for ways in cases}
     for _ in range(ROUNDS):
         for ways in cases:
@@ -131,8 +131,8 @@ def copies(size: int) -> dict[str, float]:
 
 
 def step(words: Sequence[str], steps: int, budget: float) -> dict[str, Any]:
-    """Seconds of each step, and peak memory, of a rank in this process, with these overrides; only what is planned if
-    that is more than `budget` GiB."""
+    """Seconds of each step and peak memory of a rank in this process, with these overrides; only planned figures if
+    more than `budget` GiB are planned."""
     from pentad.orchestrator.config.config import load
     from pentad.orchestrator.planning.estimate import memory as planned_memory
     from pentad.orchestrator.planning.estimate import simulated_seconds
@@ -185,7 +185,7 @@ def step(words: Sequence[str], steps: int, budget: float) -> dict[str, Any]:
 
 
 def corpus() -> Path:
-    """Random words, more than a sequence here is long."""
+    """Random words, longer than any sequence here."""
     from pentad.workers.preprocess.build import BuildRequest, build_corpus
 
     folder = Path(tempfile.gettempdir(), "pentad-bench-words")
@@ -205,14 +205,15 @@ def _full_key(word: str) -> str:
 
 
 def in_process(row: str, steps: int, budget: float) -> dict[str, Any]:
-    """Its own, which gives back all memory."""
+    """Runs a row in a process of its own, which gives back all memory."""
     command = [sys.executable, __file__, "--steps", str(steps), "--budget", str(budget), "--row", row]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-2000:]}
 
 
 def table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """Planned and measured figures of rows, which `names` tell apart; those left out have no measured ones."""
+    """Planned and measured figures of rows, told apart by the columns `names`; rows that were left out have no measured
+    ones."""
     figures = "planned_gib", "peak_gib", "planned_host_gib", "planned_seconds", "seconds"
     lines = [[*names, "planned GiB", "GiB", "host GiB", "planned s", "s"]]
     for row in rows:

@@ -128,7 +128,7 @@ def cpu_seconds() -> float:
 
 
 def span_seconds() -> float:
-    """Seconds in which a rank on a CPU records its progress and the span of an instruction."""
+    """Seconds that a rank on a CPU takes to record its progress and the span of an instruction."""
     stream = compile_program("1f1b", 4, 8).streams[0]
     part, lanes, count = stream[0].parts[0], HostStreams(), 20_000
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +143,7 @@ def span_seconds() -> float:
 
 
 def gpu_span_seconds() -> float:
-    """Seconds that a GPU takes for an instruction's two timed events and progress counter, beyond one event."""
+    """GPU seconds for an instruction's two timed events and progress counter, beyond those for one event."""
     from pentad.workers.lanes.streams import CudaStreams
 
     stream = compile_program("1f1b", 4, 8).streams[0]
@@ -172,7 +172,7 @@ def report(switch: Switch, instructions: int, ranks: int, gpu: bool) -> dict[str
     """Fractions as described above. `instructions` is their number in a step, over all ranks."""
     periods: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for (since, cpu_before), (until, cpu_after) in pairwise(switch.samples):
-        # A step that crosses an end of the period counts as the fraction of it that lies within.
+        # A step that crosses an end of the period counts by the fraction of it that lies within.
         steps = sum(max(0.0, min(end, until) - max(start, since)) / (end - start) for start, end in switch.steps)
         if steps > 1:
             periods[switch.on((since + until) / 2)].append(((cpu_after - cpu_before) / steps, (until - since) / steps))

@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of a forward."""
+        """FLOPs of a forward."""
         seen = [(length, min(length, self.window or length)) for length in self.lengths]
         pairs = sum(most * (most + 1) // 2 + (length - most) * most for length, most in seen)
         return 2 * pairs * self.heads * (self.width + self.value)

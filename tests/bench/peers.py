@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="time limit of a run, in seconds")
     parser.add_argument("--again", action="store_true", help="run pentad before torchtitan and after it")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends what was started, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that started processes are ended, too
     rows: list[dict[str, Any]] = [{"case": name, **CASES[name]} for name in args.cases]
     run_pentad("pentad", rows, args)
     for row in rows:
@@ -69,7 +69,7 @@ def run_pentad(key: str, rows: list[dict[str, Any]], args: argparse.Namespace) -
 
 
 def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> dict[str, Any]:
-    """The median of the steps after compilation; what was logged last where there are none."""
+    """The median of the steps after compilation, or the last log lines if there are none."""
     count = case.get("titan_steps", case.get("steps", STEPS))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case["gpus"])),
@@ -79,7 +79,7 @@ def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> 
         *(() if "activation_checkpoint" in flags else ("--activation_checkpoint.mode", "none")),
         *flags.split(),
     ]
-    with tempfile.TemporaryFile("a+") as log:  # both read and write it
+    with tempfile.TemporaryFile("a+") as log:  # both processes read and write it
         environment = os.environ | {"PYTHONPATH": str(folder)}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         until = time.monotonic() + limit
@@ -106,13 +106,13 @@ def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> 
 
 
 def logged(log: IO[str]) -> list[tuple[int, float, float]]:
-    """Number, reserved GiB and tokens per second of each step that a rank of torchtitan has logged; all ranks do."""
+    """Number, reserved GiB and tokens per second of each logged step; every rank of torchtitan logs."""
     log.seek(0)
     return [(int(step), float(gib), float(tps.replace(",", ""))) for step, gib, tps in LOGGED.findall(log.read())]
 
 
 def pentad(ranks: Ranks, case: dict[str, Any], data: list[str]) -> list[dict[str, Any]]:
-    """A row per run."""
+    """One row per run."""
     rows, steps = list[dict[str, Any]](), case.get("steps", STEPS)
     for overrides in case["runs"]:
         words = [f"run.steps={steps}", "optimizer.warmup_steps=4", *data, *case["all"].split(), *overrides.split()]

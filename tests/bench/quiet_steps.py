@@ -27,12 +27,12 @@ from pentad.schedules.diagnosis.slow_ranks import SlowRanks
 from pentad.schedules.simulate.timeline import COMPUTE
 from pentad.schedules.spec.plan import Plan
 
-CALL, LIMIT = 10, 600.0  # steps, and seconds that they may take
+CALL, LIMIT = 10, 600.0  # steps of a call, and seconds that it may take
 Steps = list[tuple[RankTime, ...]]
 
 
 def run(plan: Plan, steps: int, most: float) -> tuple[Steps, list[float]]:
-    """Every rank's times of each step, and the seconds of the steps, until they have taken `most` seconds."""
+    """Every rank's times in each step, and the seconds of the steps, for at most `most` seconds in total."""
     workers = [WorkerProcess() for _ in range(plan.mesh.size)]
     try:
         start_run(workers, plan)
@@ -56,7 +56,7 @@ def named(plan: Plan, steps: Steps) -> list[dict[str, Any]]:
 
 
 def starved_share(steps: Sequence[tuple[RankTime, ...]]) -> float:
-    """Of the seconds that compute took beside its waits."""
+    """Fraction of the seconds of compute, waits aside, in which ranks were starved."""
     compute = [each for times in steps for each in times if each.op in COMPUTE]
     starved = sum(each.starved for each in compute)
     return starved / sum(each.own + each.starved for each in compute)

@@ -28,7 +28,7 @@ Work = Callable[[Connection, Plan, int], Any]
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank says instead of an answer."""
+    """A rank's reply if it failed."""
 
     text: str
 
@@ -45,7 +45,7 @@ class Ranks:
         self.processes: list[Any] = []
 
     def run(self, plan: Plan) -> list[Any]:
-        """Returns the result of `work` on every rank. Raises PentadError if one fails; the next run starts afresh."""
+        """The results of `work` on every rank. Raises PentadError if one fails; the next run starts new processes."""
         context = mp.get_context("spawn")
         while len(self.connections) < plan.mesh.size:
             ours, theirs = context.Pipe()
@@ -56,7 +56,7 @@ class Ranks:
         connections = self.connections[: plan.mesh.size]
         for rank, connection in enumerate(connections):
             connection.send((plan, rank))
-        answers = [self._receive(connections[0])]  # the address that the ranks meet at
+        answers = [self._receive(connections[0])]  # the address at which the ranks meet
         if not isinstance(answers[0], Failure):
             for connection in connections:
                 connection.send(answers[0])

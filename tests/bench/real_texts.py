@@ -54,7 +54,7 @@ def essays(debian: Path) -> Iterator[str]:
 
 
 def dictionary(debian: Path) -> Iterator[str]:
-    """An entry begins with its headword at the start of a line, after an empty one."""
+    """Entries of a dictionary: each begins with a headword at the start of a line, after an empty line."""
     text = gzip.decompress((debian / "usr/share/dictd/gcide.dict.dz").read_bytes()).decode("utf-8", errors="replace")
     return (entry for entry in re.split(r"\n\n(?=\S)", text) if "\n   " in entry)
 
@@ -67,7 +67,7 @@ def code() -> Iterator[str]:
 
 
 def manuals(debian: Path) -> Iterator[str]:
-    """In reStructuredText and in Perl's pod."""
+    """Manuals in reStructuredText and in Perl's pod."""
     for pattern in (
         "usr/share/doc/*/**/*.rst",
         "usr/share/doc/*/**/*.rst.gz",
@@ -93,7 +93,7 @@ def kernel(debian: Path) -> Iterator[str]:
 
 
 def documents(found: Iterable[str], size: int) -> list[str]:
-    """Distinct documents in the order of their hashes, of `size` bytes together."""
+    """Distinct documents in the order of their hashes, of `size` bytes in total."""
     ordered = sorted(set(found) - {""}, key=lambda text: hashlib.sha256(text.encode()).digest())
     sizes = accumulate(len(text.encode()) for text in ordered)
     return [text for text, _ in takewhile(lambda pair: pair[1] <= size, zip(ordered, sizes, strict=True))]

@@ -39,7 +39,7 @@ SHARES = 0.75, 0.5, 0.25  # of the rows
 
 
 def rows(length: int, steps: int, budget: float) -> Iterator[dict[str, Any]]:
-    """Of each model and mode, with differences from the row without recomputation, which is the first."""
+    """A row for each model and mode, with differences from the first one, which recomputes nothing."""
     for name, (model, parts) in MODELS.items():
         plain: dict[str, Any] = {}
         every = ("none", *(f"[{part}]" for part in parts), "attention", f"[{','.join(parts)}]", "full")

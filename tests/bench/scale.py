@@ -2,8 +2,8 @@
 
 PYTHONPATH=.typings:tests/support python tests/bench/scale.py --json FILE --svg FILE
 
-A plan's program is that of one replica: the others run the same. Its instructions are simulated at the planner's costs,
-and as `pentad plan --draws` does.
+A plan's program is that of one replica, as the others run the same. Its instructions are simulated at the planner's
+costs, as by `pentad plan --draws`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MLA = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_ro
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes, mesh of a replica, chunks of a pipeline rank, microbatches of a replica in weak scaling, recomputation,
-    GPUs on which it fits at least, and what moves data."""
+    """Sizes, mesh of a replica, chunks a pipeline rank, microbatches a replica in weak scaling, recomputation, the
+    fewest GPUs on which it fits, and the transport."""
 
     sizes: dict[str, Any]
     mesh: dict[str, int]
@@ -103,13 +103,13 @@ def plan_of(model: Model, gpus: int, microbatches: int) -> Plan:
 
 
 def seconds_of(plan: Plan, events: Events, costs: Costs) -> float:
-    """Of a step."""
+    """Seconds of a step."""
     times = event_times(plan.program, events, costs)
     return float(times.ends.max() - times.starts.min())
 
 
 def limits(plan: Plan, events: Events, found: PlanBand) -> dict[str, float]:
-    """Shares of a step: what each of these takes away, one after another."""
+    """Fractions of a step, each the time saved by removing one more cause, in this order; compute is what is left."""
     rates, costs, typical = rates_of("cuda", plan.gpu), costs_of(plan), found.band.middle
     alone = seconds_of(plan, events, replace(costs, reduce=(), gather=()))
     free = replace(rates, intra_host=FREE, inter_host=FREE, peer=FREE)
@@ -146,7 +146,8 @@ def measure(model: Model, gpus: int, microbatches: int) -> dict[str, Any]:
 
 
 def settings_of(model: Model) -> dict[str, list[tuple[int, int]]]:
-    """(GPUs, microbatches of a replica): of as many for each replica, and of a batch of BATCH sequences."""
+    """(GPUs, microbatches of a replica): with a fixed number for each replica, and with a fixed batch of BATCH
+    sequences."""
     sizes = [gpus for gpus in GPUS if gpus >= max(model.ranks, model.least)]
     strong = [(gpus, BATCH * model.mesh.get("tp", 1) * model.mesh["pp"] // gpus) for gpus in sizes]
     return {
@@ -156,7 +157,7 @@ def settings_of(model: Model) -> dict[str, list[tuple[int, int]]]:
 
 
 def table(found: dict[str, Any], kind: str) -> str:
-    """For docs/scale.md."""
+    """The table in docs/scale.md."""
     lines = [
         "| model | GPUs | microbatches | seconds, 5 to 95 % | MFU | GiB | largest losses |",
         "|---|---|---|---|---|---|---|",

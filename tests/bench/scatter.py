@@ -38,7 +38,7 @@ def svg_scatter(points: Sequence[Point], *, title: str, band: float = 0.1) -> st
     ]
     for number, name in enumerate(names):
         own = [place(x, y) for each, x, y in points if each == name]
-        marker = MARKERS[(number + number // len(SERIES)) % len(MARKERS)]  # another one where colours repeat
+        marker = MARKERS[(number + number // len(SERIES)) % len(MARKERS)]  # another marker once colours repeat
         marks = "".join(f"M{x:.1f} {y:.1f}{marker}" for x, y in own)
         lines.append(f'<path class="point f{number}" d="{marks}"/>')
         y = TOP + 20 + LINE * number
@@ -67,7 +67,7 @@ def _ticks(low: float, high: float, scale: float) -> Iterator[str]:
 
 
 def svg_shares(lines: dict[str, list[tuple[int, float]]], *, title: str, label: str) -> str:
-    """Shares by a number that grows by factors: a line for each name, dashed where the name ends in a star."""
+    """Shares over a number that grows by factors: a line for each name, dashed if the name ends in a star."""
     numbers = sorted({number for points in lines.values() for number, _ in points})
     low, high = math.log(numbers[0]), math.log(numbers[-1])
     most = 0.1 * math.ceil(10 * max(share for points in lines.values() for _, share in points))

@@ -19,7 +19,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.fit import device_memory
 from pentad.orchestrator.search.search import search
 
-H100, H200 = ("NVIDIA H100 80GB HBM3", 79.0), ("NVIDIA H200", 139.0)  # and GiB
+H100, H200 = ("NVIDIA H100 80GB HBM3", 79.0), ("NVIDIA H200", 139.0)  # and their GiB
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a GPU did in a profiled step, by what its kernels are."""
+"""What a GPU did in a profiled step, by kinds of kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from pentad.schedules.simulate.step_profile import KERNEL, ProfileEvent
 
-# A kernel is of the first kind that has a part of its name; the rest works on rows: norms, activations, RoPE, sums.
+# A kernel is of the first kind with a part of its name; the rest works on rows: norms, activations, RoPE, sums.
 PARTS = {
     "copies": ("Memcpy", "Memset"),
     "collectives": ("nccl",),
@@ -24,8 +24,8 @@ def kind_of(name: str) -> str:
 
 
 def step_kernels(events: Iterable[ProfileEvent]) -> dict[str, float]:
-    """Milliseconds of the kernels of each kind, of the step from the first to the last of all, and of that without a
-    kernel that computes. Kernels of several streams may run at the same time. Empty without kernels."""
+    """Milliseconds of the kernels of each kind, of the step from the first kernel's start to the last one's end, and of
+    the time in it without a kernel that computes. Kernels of several streams may overlap. Empty without kernels."""
     kernels = sorted((event for event in events if event.kind == KERNEL), key=lambda event: event.start)
     if not kernels:
         return {}
@@ -43,7 +43,7 @@ def step_kernels(events: Iterable[ProfileEvent]) -> dict[str, float]:
 
 
 def longest_kernels(events: Iterable[ProfileEvent], most: int = 12) -> dict[str, float]:
-    """Milliseconds of the kernels that took longest, all launches of each added up."""
+    """Milliseconds of the kernels that took longest, each summed over its launches."""
     found = defaultdict[str, int](int)
     for event in events:
         if event.kind == KERNEL:

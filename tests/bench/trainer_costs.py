@@ -30,7 +30,7 @@ def pentad(*arguments: str) -> None:
 
 
 def build_corpora(folder: Path) -> dict[str, Path]:
-    """Three parts of the standard library's sources, by one tokenizer."""
+    """Three parts of the standard library's sources, with one tokenizer."""
     library, corpora = sysconfig.get_path("stdlib"), {name: folder / name for name in SHARES}
     for name, (pattern, _) in SHARES.items():
         tokenizer = ["--vocab", "1024"] if name == "a" else ["--tokenizer", str(corpora["a"])]
@@ -50,7 +50,7 @@ def kinds_of_runs(corpora: dict[str, Path], steps: int) -> dict[str, list[str]]:
 
 
 def train(job: str, steps: int, overrides: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl of a run, which leaves nothing behind."""
+    """Rows of metrics.jsonl of a run, which is deleted afterwards."""
     common = [f"run.steps={steps}", f"run.folder={folder}", "run.name=trial"]
     pentad("train", job, *common, "checkpoint.every=0", "checkpoint.at_end=false", *overrides)
     rows = [json.loads(line) for line in (folder / "trial" / "metrics.jsonl").read_text("utf-8").splitlines()]
@@ -63,7 +63,7 @@ def step_seconds(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def data_wait_share(rows: list[dict[str, Any]]) -> float:
-    """How much of the time of steps the slowest rank waited for data."""
+    """Fraction of the steps' time in which the slowest rank waited for data."""
     waited = [row["data_wait_seconds"] for row in rows if "step_seconds" in row][WARM_UP:]
     return sum(waited) / sum(step_seconds(rows))
 

@@ -58,7 +58,7 @@ COSTS = measured_costs()
 
 
 def lognormal_pareto(random: np.random.Generator, count: int) -> np.ndarray:
-    """Body exp(N(ln 1,200, 1.3)); those above 16,384 are replaced by a Pareto tail of index 1.1 from there."""
+    """Body exp(N(ln 1,200, 1.3)); values above 16,384 are replaced by a Pareto tail of index 1.1 from there."""
     body = random.lognormal(np.log(1200), 1.3, count)
     return np.where(body > 16_384, 16_384 * (1 + random.pareto(1.1, count)), body)
 
@@ -69,8 +69,8 @@ def bimodal(random: np.random.Generator, count: int) -> np.ndarray:
 
 
 def real_texts(random: np.random.Generator, count: int) -> np.ndarray:
-    """Essays, a dictionary, manuals and code: 95 % have up to 512 tokens, and half of all tokens are in the 1 % that
-    are longer than 8,192."""
+    """Essays, a dictionary, manuals and code: 95 % of documents have at most 512 tokens, and half of all tokens are in
+    the 1 % longer than 8,192."""
     shares = np.array([each["documents"] for each in TEXTS])
     bins = random.choice(len(TEXTS), count, p=shares / shares.sum())
     shortest, longest = (np.array([each[key] for each in TEXTS])[bins] for key in ("shortest", "longest"))
@@ -93,7 +93,7 @@ def rows_of(mix: str, cap: int, count: int, seed: int) -> list[np.ndarray]:
 
 
 def simulated(mix: str, ranks: int, cap: int, seed: int) -> dict[str, float]:
-    """The end of a step by method, over the lower bound of all groupings."""
+    """The end of a step by method, relative to the lower bound of all groupings."""
     cp = cap // TOKENS
     rows = rows_of(mix, cap, ranks // cp * MICROBATCHES, seed)
     batch = BatchSpec(len(rows), cap, MICROBATCHES, ranks // cp, document_costs=COSTS, capacity=CAPACITY)
@@ -109,7 +109,7 @@ def simulated(mix: str, ranks: int, cap: int, seed: int) -> dict[str, float]:
 
 
 def _static(rows: list[np.ndarray], cap: int, cp: int) -> np.ndarray:
-    """[rows] seconds of each on cp ranks."""
+    """[rows] seconds of each sequence on cp ranks."""
     costs = DocumentCosts(COSTS.quadratic / cp, (COSTS.linear + COSTS.ring * (cp - 1)) / cp)
     return costs.rows(rows, cap)
 

@@ -3,9 +3,9 @@
 PYTHONPATH=.typings:tests/support python tests/bench/validation.py --fit
 PYTHONPATH=.typings:tests/support python tests/bench/validation.py --json FILE --svg FILE
 
-`published/*.json` have the rows. `--fit` fits the constants of published/constants.json on the rows that a file names
-in `train`, and writes them; scores are of all other rows. A prediction is the step that `pentad plan` would simulate,
-at those constants; where a source does not say something, the median over what it may be.
+`published/*.json` have the rows. `--fit` fits the constants in published/constants.json to the rows listed in a file's
+`train`, and writes them; scores are over all other rows. A prediction is the step that `pentad plan` would simulate at
+those constants; if a source leaves something open, it is the median over the possible values.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ FAMILIES = (
     *("vtrain-multi-node", "vtrain-single-node", "bloom", "megatron-a100"),
     *("megatron-h100", "torchtitan-bf16", "torchtitan-fp8", "megatron-bridge", "llama-3", "nanotron", "moe"),
 )
-ATTAINED_NETWORK = 0.8  # of its bits, as for the planner's own figure
-FULL_WATTS = 700  # of an H100 and an H200 on SXM
-HOST_ORDER = ("pp", "dp", "ep", "cp", "tp")  # of these programs
-STEPS = (1.3, 1.14, 1.07, 1.03)  # by which a fit changes a constant
+ATTAINED_NETWORK = 0.8  # of the link's bit rate, as in the planner's own figure
+FULL_WATTS = 700  # of an H100 and an H200 in SXM form
+HOST_ORDER = ("pp", "dp", "ep", "cp", "tp")  # in these programs
+STEPS = (1.3, 1.14, 1.07, 1.03)  # factors by which a fit changes a constant
 AXES = ("dp", "pp", "cp", "tp", "ep")
 MODEL = ("family", "layers", "hidden", "heads", "head_dim", "vocab", "tie_word_embeddings", "experts", "mla")
 Facts = dict[str, Any]
@@ -79,7 +79,7 @@ def sections(facts: Facts) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A published measurement, with all that its file says of it."""
+    """A published measurement, with everything that its file says about it."""
 
     family: str
     number: int
@@ -94,7 +94,7 @@ class Row:
 
     @cached_property
     def plans(self) -> list[tuple[Plan, Events]]:
-        """Of every choice that can run."""
+        """The plans of all choices that can run."""
         found, reason = [], ""
         for facts in self.choices:
             try:
@@ -112,7 +112,7 @@ class Row:
 
     @cached_property
     def seconds(self) -> float | None:
-        """Of a step, as measured."""
+        """Measured seconds of a step."""
         facts, tokens = self.facts, self.facts["batch"] * self.facts["length"]
         if "seconds" in facts:
             return float(facts["seconds"])
@@ -124,7 +124,8 @@ class Row:
 
     @property
     def _flops_per_token(self) -> float:
-        """By the source's convention; that of Megatron-LM's paper (arXiv 2104.04473, 3.4) has full recomputation."""
+        """FLOPs a token by the source's convention; that of Megatron-LM's paper (arXiv 2104.04473, 3.4) includes full
+        recomputation."""
         facts = self.facts
         if facts["convention"] == "megatron recompute":
             hidden, layers = facts["hidden"], facts["layers"]
@@ -138,7 +139,8 @@ class Row:
         return median(simulated_seconds(plan, events, rates) for plan, events in self.plans)
 
     def memory(self) -> float:
-        """GiB of the fullest rank, with units of one layer where layers recompute, and 4 bytes of master weights."""
+        """Predicted GiB of the fullest rank, with units of one layer where layers recompute, and 4 bytes of master
+        weights."""
         found = []
         for facts in self.choices:
             fewer = facts["micro_batch"] * facts.get("dp", 1) * facts.get("ep", 1) * 2 * facts.get("pp", 1)
@@ -196,21 +198,22 @@ def constants() -> dict[str, Any]:
 
 
 def _on(rates: Rates, facts: Facts) -> Rates:
-    """On the hosts and cards of these programs, with links between hosts by data sheet. Where products are cut into as
-    many parts as there are tp ranks, all but the first part's bytes move beside another part's product."""
+    """Rates on the hosts and cards of these programs, with data-sheet links between hosts. If products are cut into as
+    many parts as there are tp ranks, the bytes of all parts but the first overlap with another part's product."""
     hidden = 1 - 1 / facts.get("tp", 1) if facts.get("tp_overlap") else 0.0
     links = Links.uniform(rates.inter_host.send.latency, ATTAINED_NETWORK * facts["gbit"] * 1e9 / 8)
     rates = replace(_on_card(rates, facts), inter_host=links, host_order=HOST_ORDER, tp_hidden=hidden)
     if facts.get("gradients") != "float16":
         return rates
-    # Only gradients are reduced to all, and the planner counts 4 bytes of each.
+    # Only gradients are all-reduced, and the planner counts 4 bytes for each.
     sides = {name: getattr(rates, name) for name in ("intra_host", "peer", "inter_host")}
     return replace(rates, **{name: replace(each, all_reduce=_twice(each.all_reduce)) for name, each in sides.items()})
 
 
 def _on_card(rates: Rates, facts: Facts) -> Rates:
-    """With memory of another bandwidth, and less power than the GPU's: dynamic power is that of the clock times the
-    square of a voltage that follows it, so the clock follows the cube root (Brooks et al., IEEE Micro 20(6), 2000)."""
+    """With other memory bandwidth, and less power than the GPU's usual: dynamic power is proportional to the clock
+    times the square of a voltage that follows it, so the clock follows the cube root (Brooks et al., IEEE Micro 20(6),
+    2000)."""
     usual = GPUS[facts["gpu"]].bandwidth
     faster = facts.get("bandwidth", usual) / usual
     memory = {name: faster * getattr(rates, name) for name in ("memory", "elementwise", "update")}
@@ -222,7 +225,7 @@ def _twice(link: Link) -> Link:
 
 
 def rates_with(gpu: str, given: dict[str, Any]) -> Rates:
-    """The planner's own for a GPU, with the constants of a program."""
+    """The planner's own rates for a GPU, with the constants of a program."""
     found, values = rates_of("cuda", gpu), given["data_sheet"] | given["fitted"]
     flops, elementwise = values["flops"], values.get("elementwise", found.elementwise)
     attention = ((1.0, values.get("attention", flops)),)
@@ -245,8 +248,8 @@ def rates_for(row: Row) -> Rates:
 
 
 def fit(name: str) -> dict[str, float]:
-    """The constants of a program with the least mean absolute logarithm of predicted over measured, of training rows;
-    the means of its files count alike."""
+    """The constants of a program that minimize the mean absolute logarithm of predicted over measured seconds on
+    training rows; the means of all files have equal weight."""
     given = constants()[name]
     files = [[row for row in family(each).rows if row.is_training] for each in FAMILIES]
     files = [rows for each, rows in zip(FAMILIES, files, strict=True) if rows and family(each).constants == name]
@@ -276,13 +279,13 @@ def _log_ratio(row: Row, rates: Rates) -> float:
 
 
 def digest() -> str:
-    """Of the constants."""
+    """A hash of the constants."""
     return hashlib.sha256(CONSTANTS.read_bytes()).hexdigest()
 
 
 def score(name: str) -> dict[str, Any]:
-    """A family's predictions in the order of its rows (None: it cannot be expressed, or is a training row's without
-    time), and figures of errors over all rows that no constant was fitted on."""
+    """A family's predictions in the order of its rows (None: the row cannot be expressed, or has no time), and error
+    figures over all rows that no constant was fitted to."""
     rows, lacking = family(name).rows, {}
     predicted: list[float | None] = []
     for row in rows:
@@ -305,7 +308,7 @@ def score(name: str) -> dict[str, Any]:
 
 
 def errors(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Of (predicted, measured), relative to measured."""
+    """Errors of (predicted, measured), relative to measured."""
     if not pairs:
         return {"scored": 0}
     found = np.array([abs(predicted / measured - 1) for predicted, measured in pairs])
@@ -314,7 +317,7 @@ def errors(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Of two orders with few ties."""
+    """Rank correlation of two orders with few ties."""
     if len(pairs) < 3:
         return None
     one, other = (np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in zip(*pairs, strict=True))
@@ -322,8 +325,8 @@ def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _by_group(of: Family, pairs: Sequence[tuple[Row, float]]) -> dict[str, Any]:
-    """Of settings that a user could choose among: how much slower the one predicted to be the fastest is than the
-    fastest, and the order."""
+    """For groups of settings that a user could choose among: how much slower the predicted fastest is than the actual
+    fastest, and the rank correlation."""
     groups: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for row, predicted in pairs:
         key = tuple(row.facts[each] for each in of.group)
@@ -355,7 +358,7 @@ def points(results: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """For docs/validation.md."""
+    """The table in docs/validation.md."""
     lines = [
         "| rows | fitted on | scored | median | p90 | max | mean | Spearman |",
         "|---|---|---|---|---|---|---|---|",

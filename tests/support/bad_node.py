@@ -1,5 +1,5 @@
-"""`pentad train` on a cluster of which one node, the first to be examined, has a slow network or a GPU that computes
-wrong: `python -m bad_node SlowNode OVERRIDES`, or WrongNode."""
+"""`pentad train` on a cluster with one node, the first to be examined, that has a slow network or a GPU that computes
+wrong results: `python -m bad_node SlowNode OVERRIDES`, or WrongNode."""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ Group = frozenset[int]
 def best_end(
     lengths: Sequence[int], pool: int, microbatches: int, capacity: int, costs: DocumentCosts, limit: float
 ) -> float:
-    """The least end of all plans, or `limit` if none ends before it. Branch and bound: documents are placed one after
-    the other, longest first, and no plan ends before what is placed so far does, nor before all work divided equally.
-    """
+    """The earliest end of all plans, or `limit` if none ends before it. Branch and bound: documents are placed one by
+    one, longest first, and no plan ends before its partial placement does, or before all work divided equally."""
     longest_first = sorted(lengths, reverse=True)
     alone = costs.alone(longest_first)
     left = [*np.cumsum(alone[::-1])[::-1].tolist(), 0.0]
@@ -34,7 +33,7 @@ def best_end(
         if number == len(longest_first):
             best = plan.end()
             return
-        for microbatch in range(1 if number == 0 and microbatches <= 2 else microbatches):  # a plan run backwards
+        for microbatch in range(1 if number == 0 and microbatches <= 2 else microbatches):  # others reverse these
             for ranks in plan.choices(microbatch):
                 seconds = shared[number][len(ranks)]
                 if plan.add(microbatch, ranks, longest_first[number], seconds, capacity):
@@ -46,15 +45,15 @@ def best_end(
 
 
 class _Plan:
-    """What is placed so far, each as (microbatch, ranks, tokens, seconds)."""
+    """The documents placed so far, each as (microbatch, ranks, tokens, seconds)."""
 
     def __init__(self, pool: int, microbatches: int) -> None:
         self.pool, self.microbatches = range(pool), range(microbatches)
         self.placed = list[tuple[int, Group, int, float]]()
 
     def choices(self, microbatch: int) -> Iterator[Group]:
-        """One rank, a group that there is, or a new one of ranks that are in none. Ranks that have nothing yet are all
-        alike: the first of them are taken."""
+        """A single rank, an existing group, or a new group of ranks that are in none. Unused ranks are interchangeable,
+        so the first ones are taken."""
         used = {rank for _, ranks, *_ in self.placed for rank in ranks}
         unused = [rank for rank in self.pool if rank not in used]
         groups = {ranks for at, ranks, *_ in self.placed if at == microbatch and len(ranks) > 1}
@@ -68,7 +67,7 @@ class _Plan:
                         yield ranks
 
     def add(self, microbatch: int, ranks: Group, tokens: int, seconds: float, capacity: int) -> bool:
-        """False if a rank then has too many tokens."""
+        """Returns False if a rank then has too many tokens."""
         self.placed.append((microbatch, ranks, tokens, seconds))
         for rank in ranks:
             own = sum(count for at, its, count, _ in self.placed if at == microbatch and its == {rank})
@@ -83,7 +82,7 @@ class _Plan:
         self.placed.pop()
 
     def end(self) -> float:
-        """Ranks of a group begin and end a microbatch at once."""
+        """The last end of a rank; the ranks of a group start and end a microbatch together."""
         ends = [0.0 for _ in self.pool]
         for microbatch in self.microbatches:
             group_of = {rank: frozenset({rank}) for rank in self.pool}

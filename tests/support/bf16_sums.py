@@ -1,4 +1,4 @@
-"""What reductions in bfloat16 are to give, and what they were given in a rank process."""
+"""What reductions in bfloat16 should give, and what they were given in a rank process."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from pentad.schedules.spec.zero_layout import replica_groups, zero_groups
 
 
 class Reduced(NamedTuple):
-    """Of one step on one rank: the gradients [padded] that each reduction of a shard was given, in order, and what the
-    rank has of their sums [part] in the end."""
+    """One step on one rank: the gradients [padded] that each reduction of a shard was given, in order, and the rank's
+    part of their final sums [part]."""
 
     terms: dict[ParamShard, list[torch.Tensor]]
     sums: dict[ParamShard, torch.Tensor]
 
 
 def rounded(values: torch.Tensor) -> torch.Tensor:
-    """The nearest numbers with 8 significant bits, as float32, of finite values; of two the one whose last bit is 0."""
+    """Finite values rounded to 8 significant bits, ties to even, as float32."""
     bits = values.float().numpy().view(np.uint32)
     found = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
     return torch.from_numpy(found.view(np.float32))
 
 
 def bf16_sum(terms: Sequence[torch.Tensor], before: torch.Tensor | None = None) -> torch.Tensor:
-    """The float32 sum of rounded terms in order, after what there is `before`."""
+    """The float32 sum of rounded terms in order, added to `before` if given."""
     total = before
     for term in map(rounded, terms):
         total = term if total is None else total + term
@@ -40,7 +40,7 @@ def bf16_sum(terms: Sequence[torch.Tensor], before: torch.Tensor | None = None) 
 
 
 def sum_of_reductions(terms_by_holder: Sequence[Sequence[torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
-    """That of all reductions of a shard in a step, whose holders have these terms, in the dtype of `like`."""
+    """The sum over all reductions of a shard in a step, given each holder's terms, in the dtype of `like`."""
     total = None
     for terms in zip(*terms_by_holder, strict=True):
         total = bf16_sum(terms, total).to(like.dtype)
@@ -49,8 +49,8 @@ def sum_of_reductions(terms_by_holder: Sequence[Sequence[torch.Tensor]], like: t
 
 
 def assert_sums_of_rounded_terms(plan: Plan, reductions: Sequence[Sequence[Reduced]]) -> None:
-    """That every shard of every step has the bits of the sum in the order of ranks, of `reductions` by rank and step;
-    with replicas, or without ZeRO, of the rounded sums of each group, rounded once more."""
+    """Asserts that every shard of every step equals, bit by bit, the sum in rank order of `reductions`, by rank and
+    step. With replicas, or without ZeRO, it is the sum of the rounded sums of each group, rounded again."""
     checked = 0
     for step, shard in product(range(len(reductions[0])), plan.param_shards):
         if plan.num_holders(shard) == 1:
@@ -70,7 +70,7 @@ def assert_sums_of_rounded_terms(plan: Plan, reductions: Sequence[Sequence[Reduc
 
 @contextmanager
 def recorded_reductions(plan: Plan) -> Iterator[list[Reduced]]:
-    """Those of every step that the rank in this process runs, if they are in bfloat16."""
+    """The reductions of every step that the rank in this process runs, if they are in bfloat16."""
     from pentad.workers.runtime import optimizer_step, zero
 
     found, terms = list[Reduced](), dict[ParamShard, list[torch.Tensor]]()

@@ -10,8 +10,8 @@ from pentad.kernels.optimizer.param_remainders import SplitFloat32
 
 
 def flip(runner: Any, where: str, element: int = 3) -> None:
-    """In 'master', 'm', 'v' or 'compute', once: in a norm, or with 'matrix ' before it in a matrix; or in the result of
-    'F', 'B' or 'W' of its first stage, from now on: 'F once' only the first time."""
+    """Flips a bit once in 'master', 'm', 'v' or 'compute', in a norm or, with 'matrix ' in front, in a matrix; or from
+    now on in every result of 'F', 'B' or 'W' of the rank's first stage ('F once': only in the next one)."""
     parameters = next(iter(runner.state.parameters.values()))
     if hasattr(parameters, name := where.removeprefix("matrix ")):
         if name != where:

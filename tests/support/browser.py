@@ -1,4 +1,4 @@
-"""A headless Chromium driven as a person does it: keys, clicks, the width of the window, light and dark."""
+"""A headless Chromium used as a person would: keys, clicks, window width, light and dark mode."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Browser:
         self.do("Page.navigate", url=url)
 
     def look(self, width: int, height: int = 900, *, dark: bool = False, mobile: bool = False) -> None:
-        """Sets the size of the window and the reader's colours."""
+        """Sets the window size and the colour scheme."""
         self.do("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.do("Emulation.setEmulatedMedia", features=[scheme])
 
     def value(self, script: str) -> Any:
-        """Of an expression of the page."""
+        """The value of an expression in the page."""
         found = self.do("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -78,7 +78,7 @@ class Browser:
             self.do("Input.dispatchKeyEvent", type="keyUp", **facts)
 
     def click(self, across: float, down: float) -> None:
-        """At a point of the window, in pixels."""
+        """Clicks a point of the window, in pixels."""
         at = {"x": across, "y": down, "button": "left", "clickCount": 1}
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.do("Input.dispatchMouseEvent", type=kind, **at)
@@ -87,7 +87,7 @@ class Browser:
         self.do("Input.insertText", text=text)
 
     def picture(self, path: Path) -> None:
-        """The whole page as a PNG."""
+        """Saves the entire page as a PNG."""
         size = self.do("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         taken = self.do("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
@@ -96,7 +96,7 @@ class Browser:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """With a profile of its own in a folder."""
+    """A browser with a profile of its own in a folder."""
     profile = folder / "profile"
     process = subprocess.Popen(
         [CHROME, *OPTIONS, f"--user-data-dir={profile}", "about:blank"],
@@ -117,7 +117,7 @@ def browser(folder: Path) -> Iterator[Browser]:
 
 
 async def _connect(file: Path) -> tuple[aiohttp.ClientSession, aiohttp.ClientWebSocketResponse]:
-    """To the first tab."""
+    """Connects to the first tab."""
     while not file.exists() or len(file.read_text().split()) < 2:
         await asyncio.sleep(0.05)
     session, port = aiohttp.ClientSession(), file.read_text().split()[0]

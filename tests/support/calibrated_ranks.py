@@ -1,4 +1,4 @@
-"""Processes that calibrate this machine together, with works so small that it takes no time."""
+"""Processes that calibrate this machine together, with so little work that it takes no time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = Sizes(1e-4, 0.0, ((8, 8, 8),), (16,), (16,), (16, 16, 32), (8, 8, 8, (2,
 
 
 def calibrate_all(hosts: Sequence[int]) -> list[dict[str, Any]]:
-    """What each of the ranks on these hosts has found."""
+    """What each rank on these hosts found."""
     store = start_store("127.0.0.1", len(hosts), 60.0)
     with ProcessPoolExecutor(len(hosts), process_context()) as pool:
         calls = [pool.submit(_calibrate, f"127.0.0.1:{store.port}", rank, list(hosts)) for rank in range(len(hosts))]

@@ -1,4 +1,4 @@
-"""Chat templates in the style of the families, and tokenizers that they are for."""
+"""Chat templates in the style of the model families, and tokenizers for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|eot|>", "<|head|>", "<|/head|>"]
 
-# ChatML, as of SmolLM2: with a default system turn.
+# ChatML, as in SmolLM2: with a default system turn.
 _CHATML = """{% for message in messages %}
 {% if loop.first and message['role'] != 'system' %}
 {{ '<|im_start|>system\nYou are helpful<|im_end|>\n' }}
@@ -22,7 +22,7 @@ _CHATML = """{% for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-# As of Llama 3.1: bos_token, trimmed contents, tools as JSON, calls of tools, roles that alternate.
+# As in Llama 3.1: bos_token, trimmed contents, tools as JSON, tool calls, alternating roles.
 HEADERS = """{{- bos_token }}
 {%- if tools is not none %}
     {{- '<|head|>system<|/head|>\\n\\n' }}
@@ -50,12 +50,12 @@ HEADERS = """{{- bos_token }}
     {{- '<|head|>assistant<|/head|>\\n\\n' }}
 {%- endif %}"""
 
-# As of Mistral: no generation prompt, the turn of the assistant begins with a space.
+# As in Mistral: no generation prompt; the assistant's turn begins with a space.
 INSTRUCT = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' +
 message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{%
 endif %}{% endfor %}"""
 
-# Thoughts of earlier turns are dropped, as by Qwen3.
+# Thoughts of earlier turns are dropped, as in Qwen3.
 _FORGETFUL = _CHATML.replace(
     "BEGIN{{ message['content'] + '<|im_end|>' }}",
     "BEGIN{{ (message.content if loop.last else message.content.split('</think>')[-1]) + '<|im_end|>' }}",

@@ -1,6 +1,6 @@
-"""Compiles the 8-bit casts for an H100 or H200, which needs no GPU: prints how they read matrices, by case, as JSON.
+"""Compiles the FP8 casts for an H100 or H200, which needs no GPU, and prints how they read matrices, by case, as JSON.
 
-In a process of its own, where Triton does not interpret kernels.
+Runs in a process of its own, where Triton does not interpret kernels.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def reads(case: Case) -> Counter[str]:
 
 
 def cases(given: bool) -> Iterator[Case]:
-    """All casts with scales by maxima that are given, or by those of tiles."""
+    """All casts with scales from `given` maxima, or else from those of tiles."""
     types: dict[str, Any]
     constants: dict[str, Any]
     scaling, recipe = Scaling(given, 0, 448.0, power_of_two=False), "given" if given else "tiles"

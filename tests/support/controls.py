@@ -118,7 +118,7 @@ def plain_view(view: RunView) -> dict[str, Any]:
 
 
 def first_view(served: Served) -> dict[str, Any]:
-    """Of a watcher that the server has room for once it has heard that another is gone."""
+    """The first view of a watcher, which the server has room for once it notices that another watcher is gone."""
     until = time.monotonic() + 20
     while True:
         try:

@@ -30,7 +30,7 @@ def build(
 
 
 def write_corpus(folder: Path, documents: list[str], tokenizer: Tokenizer, shard_tokens: int = 2**26) -> None:
-    """A corpus of these documents in `folder`, which exists."""
+    """Writes a corpus of these documents to `folder`, which exists."""
     encoder = Encoder(tokenizer, end_token(tokenizer))
     encoded = encoder.documents(TextChunk(document, True) for document in documents)
     shards = write_shards(folder, encoded, encoder.dtype, shard_tokens)
@@ -50,5 +50,5 @@ def documents(corpus: Corpus) -> list[list[int]]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder, by its path in it."""
+    """Every file of a folder, by its relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

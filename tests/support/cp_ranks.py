@@ -66,7 +66,7 @@ class Case:
         return torch.linspace(-1, 2, self.heads, dtype=self.dtype) if self.sinks else None
 
     def positions(self, rank: int) -> Tensor:
-        """[B, S / cp] those held by a rank, by row."""
+        """[B, S / cp] positions held by a rank, by row."""
         given = self.length, self.cp, rank, CP_LAYOUTS[self.method]
         rows = ((0,),) * self.batch if self.documents is None else self.documents
         return torch.stack([torch.from_numpy(positions(*given, starts)) for starts in rows])

@@ -41,7 +41,7 @@ def damaged_bytes(data: bytes, seed: int) -> bytes:
 
 
 def damaged_values(text: bytes, seed: int) -> bytes:
-    """Puts values of other types and sizes in the place of one to three values of JSON or YAML."""
+    """Replaces one to three values of JSON or YAML by values of other types and sizes."""
     random, out = Random(seed), text
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         if found := [*VALUE.finditer(out)]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-Parts = Mapping[str, tuple[tuple[int, ...], torch.Tensor]]  # by name: where it begins in the full tensor, its values
+Parts = Mapping[str, tuple[tuple[int, ...], torch.Tensor]]  # by name: offset in the full tensor, and the values
 
 
 def save(state: Mapping[str, Any], folder: Path, **how: Any) -> Path:
@@ -32,7 +32,7 @@ def load(like: dict[str, Any], folder: Path, **how: Any) -> dict[str, Any]:
 
 
 def save_sharded(ranks: list[Parts], full: Mapping[str, torch.Tensor], writer: FileSystemWriter) -> None:
-    """What ranks with these parts of the tensors save together."""
+    """Saves what ranks with these parts of the tensors save together."""
     plans = []
     for parts in ranks:
         items = []

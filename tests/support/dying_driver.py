@@ -32,7 +32,7 @@ def copies(copies: Any, step: int) -> bool:
     return step >= STEP
 
 
-# Where, on which call, and whether after it.
+# Class and method, on which call, and whether after it.
 POINTS: dict[str, tuple[type, str, Condition, bool]] = {
     "before the ranks have a state": (WorkerGroup, "restore", always, False),
     "a call has reached some of the ranks": (WorkerGroup, "call_runner", runs, False),

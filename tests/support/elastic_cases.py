@@ -46,7 +46,7 @@ SMALL = (
     "batch.sequence_length=32",
     f"run.steps={STEPS}",
     "elastic.hang_seconds=3",
-    "elastic.spares=0",  # processes that no test is about take time that the ranks need
+    "elastic.spares=0",  # unless a test is about them, spares would only take time from the ranks
     "cluster.start_timeout_seconds=150",
     "cluster.device=cpu",
     "cluster.auth=disabled",
@@ -72,7 +72,7 @@ Reference = Callable[..., Outcome]
 
 @contextmanager
 def started(nodes: Cluster, folder: Path, small: Sequence[str] = SMALL) -> Iterator[Start]:
-    """Starts small runs, and ends those that are left; a run that is given the `name` of another resumes it."""
+    """Starts small runs, and ends those that are still alive; a run that is given the `name` of another resumes it."""
     runs: list[Run] = []
 
     def do(*overrides: str, name: str = "", **options: Any) -> Run:
@@ -128,7 +128,7 @@ def assert_same(run: Run, expected: Outcome, steps: int = STEPS) -> None:
 
 
 def assert_ends_as_expected(run: Run, overrides: Sequence[str], expected: Outcome, steps: int = STEPS) -> Run:
-    """Starts a run again whose driver is dead."""
+    """Restarts a run whose driver is dead, and asserts its outcome."""
     again = Run(run.cluster, run.folder.parent, *SMALL, *overrides)
     try:
         assert again.end() == 0, again.describe()

@@ -27,7 +27,7 @@ EVALUATED: list[Call] = [(0,), (0, 2), (2,), (2, STEPS - 2), (STEPS,)]  # the ca
 
 
 def with_eval(plan: Plan, sequences: int, *, max_gathered: int | None = None) -> Plan:
-    """Evaluates that many sequences of the held-out documents, and of the same corpus as a whole."""
+    """The plan, evaluating this many sequences of the held-out documents and of the entire corpus."""
     options = MemoryOptions(zero=plan.zero, max_gathered=max_gathered)
     program = compile_forward_only(plan.program, gated=plan.transport_along("pp") == "nccl", memory_options=options)
     path = plan.data.sources[0].path
@@ -51,12 +51,12 @@ def assert_evaluates_like_one_process(fleet: Fleet, plan: Plan) -> list[Outcome]
 
 
 def losses_of(outcome: Outcome) -> list[tuple[EvalResult, ...]]:
-    """By evaluation."""
+    """The losses of each evaluation."""
     return [each.data_sets for each in outcome.evaluations]
 
 
 def assert_last_round_is_timed(plan: Plan, rank: int, outcome: Outcome) -> None:
-    """Every instruction of the rank's forward-only stream has one span, which follow those of the step before."""
+    """Asserts that every instruction of the rank's forward-only stream has one span, after those of the step before."""
     assert plan.eval is not None
     stream = plan.eval.program.streams[plan.mesh.coordinates(rank).pp]
     for call, evaluation in zip([call for call in EVALUATED if len(call) == 1], outcome.evaluations, strict=True):

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, read without TensorBoard: length-framed records with masked checksums."""
+"""TensorBoard's event files, read without TensorBoard: length-prefixed records with masked checksums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Scalar(NamedTuple):
 
 
 def events(path: Path) -> list[Any]:
-    """All events of a file, whose every checksum must hold."""
+    """All events of a file; every checksum must match."""
     data, found = path.read_bytes(), []
     while data:
         (size,) = struct.unpack("<Q", data[:8])
@@ -31,7 +31,7 @@ def events(path: Path) -> list[Any]:
 
 
 def scalars(folder: Path) -> list[Scalar]:
-    """What TensorBoard shows of a folder: a file that starts at a step hides later steps of the files before it."""
+    """What TensorBoard shows of a folder: a file that starts at a step hides later steps in earlier files."""
     shown: list[Scalar] = []
     for path in sorted(folder.glob("events.out.tfevents.*")):
         for event in events(path):

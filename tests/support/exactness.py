@@ -18,9 +18,9 @@ TIED_COPIES = {"head", "mtp.embedding"}
 def assert_equals_one_process(
     fleet: Fleet, plan: Plan, expected: Trained | None = None, *, steps: int = 2, check_bytes: bool = False
 ) -> list[Outcome]:
-    """Runs two steps in one call, and a third in another, in float64, and compares to 1e-10, with `expected` or the
-    plan's reference of this many `steps`. `check_bytes` also compares buffer sizes to the plan. Returns what the ranks
-    did."""
+    """Runs two steps in one call and a third in another, in float64, and compares them to 1e-10 with `expected`, or
+    with the plan's reference for this many `steps`. `check_bytes` also compares buffer sizes with the plan. Returns the
+    ranks' outcomes."""
     losses, gradients, norms, weights = expected or reference(plan, steps)
     steps = len(losses)
     calls: list[Call] = [(0, 2), (2, 1)]

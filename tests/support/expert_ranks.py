@@ -33,8 +33,8 @@ NO_SEQUENCE: Any = SequenceContext(*[None] * 3)  # type: ignore[arg-type]  # an 
 
 
 class Case(NamedTuple):
-    """Full weights by name, and the tokens [ranks, T, H] and output gradients of every rank, of which it has only the
-    first ones, as many as `held` says (None: all)."""
+    """Full weights by name, and every rank's tokens [ranks, T, H] and output gradients; a rank holds only the first
+    `held` of its own (None: all)."""
 
     shape: Experts
     state: State
@@ -46,7 +46,7 @@ class Case(NamedTuple):
     held: list[int] | None = None
 
     def of_rank(self, rank: int, values: torch.Tensor) -> torch.Tensor:
-        """Those of its tokens."""
+        """The values of a rank's tokens."""
         return values[rank, : None if self.held is None else self.held[rank]]
 
 
@@ -178,7 +178,7 @@ def check(case: Case, answers: list[Answer]) -> None:
 
 
 class Ranks(Pool):
-    """A pool of processes, of which a case uses the first ones it needs; with `device` cuda, each has a GPU."""
+    """A pool of processes; a case uses the first ones that it needs. With `device` cuda each has a GPU."""
 
     def __init__(self, size: int, device: str = "cpu") -> None:
         super().__init__(size, _serve, device)
@@ -198,7 +198,7 @@ def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> N
         backend, device = "nccl", f"cuda:{gpu_of(rank)}"
         torch.cuda.set_device(device)
     else:
-        # Also fills fresh memory with NaN, which must not matter. torch's own setter imports torch._inductor.
+        # Also fills fresh memory with NaN, which must not matter. torch's own setter would import torch._inductor.
         torch._C._set_deterministic_algorithms(True)
     store, timeout = f"file://{Path(folder, 'store')}", timedelta(seconds=80)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timeout)
@@ -213,7 +213,7 @@ def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> N
 
 
 def _to_device(value: Any, device: str) -> Any:
-    """A named tuple with all its tensors, those in dicts too, on a device."""
+    """Moves a named tuple with all its tensors, including those in dicts, to a device."""
     if isinstance(value, tuple):
         return type(value)(*(_to_device(each, device) for each in value))
     if isinstance(value, dict):

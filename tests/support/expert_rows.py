@@ -1,4 +1,4 @@
-"""Operands of the experts' products in 8 bits, and how near the kernels have to be."""
+"""Operands of the experts' FP8 products, and how accurate the kernels must be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Recipe, Role, quantize
 
 
 class Operands(NamedTuple):
-    """Rows of T tokens, some of them of several experts, and unused ones at the end, which contain NaN."""
+    """Rows of T tokens, some of which go to several experts, and unused rows at the end, which contain NaN."""
 
     x: Fp8Tensor  # [T, K]
     dy: Fp8Tensor  # [R, N]
@@ -42,8 +42,8 @@ def operands(counts: tuple[int, ...], tokens: int, n: int, k: int, recipe: Recip
 
 
 def assert_products_agree(twin: ModuleType, given: Operands, on: Operands, dtype: torch.dtype, bound: float) -> None:
-    """F, the gradient for the input, and what W multiplies by the kernels of `twin`, with operands `on` a device,
-    against the reference in float64 of the `given` ones."""
+    """Compares F, the input gradient and the operands of W by the kernels of `twin`, on the operands `on` a device,
+    with the float64 reference on the `given` ones."""
     used, wide = int(given.offsets[-1]), torch.float64
     found = twin.fp8_grouped_gemm(on.x, on.weights.rows, on.offsets, dtype, on.tokens)
     want = fp8_grouped_gemm(given.x, given.weights.rows, given.offsets, wide, given.tokens)

@@ -111,7 +111,7 @@ def make_dispatcher(
 
 
 def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers communicate without other ranks."""
+    """Makes layers communicate without other ranks."""
     monkeypatch.setattr(cp_ring, "pass_on", pass_on)
     replace_collectives(monkeypatch, all_gather, reduce_scatter)
     monkeypatch.setattr(cp_ulysses, "_exchange", exchange)

@@ -1,4 +1,4 @@
-"""One rank of `fake_ray`, and how it is called."""
+"""One rank of `fake_ray`, and the handle through which it is called."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ class Blocked(Exception):
 
 
 class Hangs(Blocked):
-    """The call waits for storage, which may answer later."""
+    """The call waits for storage, which may respond later."""
 
 
 class Rank:
-    """One rank's process: the methods of a Worker and of its Runner, which `call` reaches by name. `version` steps are
-    in its weights, -1: it has none. While it `hangs`, nothing in it answers."""
+    """One rank's process: the methods of a Worker and of its Runner, which `call` finds by name. Its weights have
+    `version` steps (-1: it has none). While it `hangs`, nothing in it responds."""
 
     def __init__(self, fake: FakeRay, at: int | str) -> None:
-        """In a bundle, or on a node without one."""
+        """In a bundle, or on a node outside of any bundle."""
         self.fake = fake
         self.bundle, self.node = (at, fake.nodes[at]) if isinstance(at, int) else (-1, at)
         self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
         self.is_alive, self.hangs, self.ready, self.copied, self.copied_to_peers = True, False, False, -1, -1
         self.hanging = False  # in a write
         self.leaving = self.node_leaving = ""  # why it, or its node, is about to end
-        self.losses = (1.0,)  # of the newest step; empty if the rank does not know them
+        self.losses = (1.0,)  # of the newest step; empty if unknown to the rank
         self.results: list[StepResult] = []
         self.open: list[StepResult] = []
         self.evaluations: list[Evaluation] = []
@@ -86,7 +86,7 @@ class Rank:
 
     def start(self, generation: int, plan: Plan, number: int, bundles: tuple[int, ...], keep: bool) -> str:
         self.generation, self.plan, self.number, self.ready, self.open = generation, plan, number, False, []
-        self.hanging = False  # its snapshots are others from now on
+        self.hanging = False  # from now on it takes other snapshots
         if not keep:
             self.version, self.results = -1, []
         return ""
@@ -99,7 +99,7 @@ class Rank:
         return f"{host}:1"
 
     def connect(self, address: str, seconds: float) -> None:
-        members = self.fake.members() if self.fake.group else self.fake.ranks  # others are none any more
+        members = self.fake.members() if self.fake.group else self.fake.ranks  # all others are gone
         started = [rank for rank in members if rank.is_alive]
         assert {rank.generation for rank in started} == {self.generation}
 
@@ -293,7 +293,7 @@ class Ref:
             self.error = RayTaskError("call", "traceback", error)
 
     def look(self) -> bool:
-        """Whether the answer is there, now that somebody looks."""
+        """Whether the answer is there, now that someone checks."""
         if self.waits_for_storage and self.rank.is_alive:
             self._call()
         return self.is_ready
@@ -307,7 +307,7 @@ class Ref:
 
 
 class Actor:
-    """A handle: `actor.METHOD.remote(...)` calls its rank at once, and first `fake.on_call`."""
+    """A handle: `actor.METHOD.remote(...)` calls `fake.on_call`, then immediately the rank."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Ray without Ray: ranks in this process, nodes that come and go, and a clock that only waiting moves."""
+"""Ray without Ray: ranks in this process, nodes that come and go, and a clock that only waiting advances."""
 
 from __future__ import annotations
 
@@ -64,21 +64,23 @@ class FakePlacement(Placement):
 
 
 class FakeRay:
-    """A cluster of `nodes[bundle]`. Replaces, with `patch`, all that a WorkerGroup and a recovery use of Ray.
+    """A cluster of `nodes[bundle]`. Its `patch` replaces everything of Ray that a WorkerGroup and a recovery use.
 
     `faults[step]` are the ranks that die in a step, or the node that is lost with its ranks; lost nodes return in the
-    steps `returns`. `eval_faults[step]` are the ranks that die in the evaluation after this many steps. In a step of
-    `commits` one survivor has taken the step by then, and the others lack only the norm. In a step `unreadable`, the
-    first rank that comes to it cannot read its data. The rank in `writing`, (steps, rank), does not finish its part
-    of the checkpoint of this many steps while that stays there; those of the steps in `committing` are committed, and
-    the call does not end; ranks no longer wait for those of steps `given_up`; those of steps `overwritten` take memory
-    that a write which hangs may still read; and those of steps `full` find the disk full. A step on a batch of `spikes`
-    is skipped; `trained[step]` is the batch that a step trained on last."""
+    steps `returns`. `eval_faults[step]` are the ranks that die in the evaluation after this many steps. In the steps
+    `commits`, one survivor has taken the step by then, and the others lack only the norm. In the steps `unreadable`,
+    the first rank to get there cannot read its data. A step on a batch in `spikes` is skipped; `trained[step]` is the
+    batch that a step trained on last.
+
+    Checkpoints, by number of steps: while `writing` is (steps, rank), that rank does not finish its part. Those in
+    `committing` are committed, but the call does not return. Ranks no longer wait for those in `given_up`. Those in
+    `overwritten` use memory that a hanging write may still read, and those in `full` find the disk full.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, *nodes: str) -> None:
         self.now, self.nodes, self.first = 100.0, nodes, nodes
         self.spare: list[str] = []  # nodes with room for ranks that move
-        self.rooms: dict[str, int] | None = {}  # of nodes, for ranks; None: the head of the cluster is away
+        self.rooms: dict[str, int] | None = {}  # of nodes, for ranks; None: the cluster's head is away
         self.ranks: list[Rank] = []
         self.lost_nodes: set[str] = set()
         self.draining: dict[str, int] = {}
@@ -89,18 +91,18 @@ class FakeRay:
         self.unreadable: set[int] = set()
         self.spikes: set[int] = set()
         self.trained: dict[int, int] = {}
-        self.written: dict[int, list[Any]] = {}  # shards by the steps of their checkpoint
+        self.written: dict[int, list[Any]] = {}  # shards by number of steps of their checkpoint
         self.writing = (-1, -1)
         self.committing, self.given_up, self.overwritten = set[int](), set[int](), set[int]()
         self.full: set[int] = set()
         self.pinning: set[int] = set()  # generations in which memory for snapshots is not there yet
-        self.full_memory = False  # no rank has memory for what it hands over
+        self.full_memory = False  # no rank has memory for the state that it hands over
         self.killed: list[int] = []
         self.on_call: Callable[[Rank, str], None] = lambda rank, method: None
         self.on_sleep: Callable[[], None] = lambda: None
         self.group: groups.WorkerGroup | None = None
         self._broken = (0, 0)  # a generation in which ranks have died, and the step
-        self._first: Rank | None = None  # has taken that step
+        self._first: Rank | None = None  # the rank that has taken that step
         self._patch(patch)
 
     def _patch(self, patch: pytest.MonkeyPatch) -> None:
@@ -221,7 +223,7 @@ class FakeRay:
 
 
 class FakeRun:
-    """A run whose four ranks, of two nodes, have done seven steps."""
+    """A run with four ranks on two nodes, after seven steps."""
 
     def __init__(self, fake: FakeRay, config: RunConfig, folder: RunFolder, group: groups.WorkerGroup) -> None:
         self.fake, self.config, self.folder, self.group = fake, config, folder, group
@@ -236,17 +238,17 @@ class FakeRun:
         self.before = [actor.rank for actor in group.actors]
 
     def lose(self, *ranks: int) -> WorkerError:
-        """Kills ranks; returns the fault as the driver hears of it."""
+        """Kills ranks; returns the fault as the driver sees it."""
         for rank in ranks:
             self.group.actors[rank].rank.is_alive = False
         return WorkerError(f"rank {ranks[0]} died", ranks[0], "", ranks, "killed", "ray")
 
     def lose_nobody(self, group: groups.WorkerGroup) -> WorkerError:
-        """A fault as the driver of a group hears of it, in which nobody has died."""
+        """A fault, as the driver of a group sees it, in which no rank has died."""
         return WorkerError(f"{group.label(0)} failed", 0, "", (), "error", "peer")
 
     def save(self, step: int) -> None:
-        """Has a checkpoint of `step` steps."""
+        """Makes a checkpoint of `step` steps."""
         save_small(self.folder.checkpoint(step), step)
 
     def events(self, kind: str) -> list[dict[str, Any]]:

@@ -206,5 +206,5 @@ def eval_loss_of(step: int) -> float:
 
 
 def loss_of(step: int, number: int) -> float:
-    """The loss sum of a microbatch: all are different, and the last bits of their sum depend on the order."""
+    """The loss sum of a microbatch: all differ, and the last bits of their total depend on the order of summation."""
     return 100.0 / (step + 1) + 0.1 * number

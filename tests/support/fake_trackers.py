@@ -1,4 +1,4 @@
-"""In place of the packages mlflow and wandb: they keep what they get, and refuse what the real ones refuse."""
+"""Stand-ins for the packages mlflow and wandb: they keep what they get, and refuse what the real ones refuse."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class MlflowException(Exception): ...
 
 @dataclass
 class MlflowStore:
-    """A tracking server: one experiment at most, and its runs. `racing` creates the experiment just before us."""
+    """A tracking server with at most one experiment, and its runs. If `racing`, someone else creates the experiment
+    just before us."""
 
     racing: bool = False
     experiment: str | None = None
@@ -86,7 +87,7 @@ class WandbError(Exception): ...
 
 @dataclass
 class WandbService:
-    """Runs by their IDs, and what each has logged; without a network, only offline ones, which begin at step 0."""
+    """Runs by ID, and what each has logged. Without a network there are only offline runs, which begin at step 0."""
 
     has_network: bool = True
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Many faults in turn of one run on real processes, which saves the start of a run and of a cluster for each of them.
+"""Many faults in turn on one run of real processes, so that run and cluster start only once.
 
-Between two faults the run is paused, so that it does not end before the last one.
+The run is paused between faults, so that it does not end before the last one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DISK_FULL_SECONDS = 2.0
 
 
 class Series:
-    """`words` are all that the run was started with."""
+    """`words` are all arguments that the run was started with."""
 
     def __init__(self, nodes: Cluster, folder: Path, words: tuple[str, ...]) -> None:
         self.nodes, self.folder, self.words = nodes, folder, words
@@ -33,7 +33,7 @@ class Series:
         self.seconds: dict[str, float] = {}
 
     def suffer(self, fault: str) -> None:
-        """One fault, from a run that trains to one that has trained on and is paused."""
+        """Injects one fault. Resumes a paused run before, and pauses it after it has trained on."""
         steps, began = self.steps(), time.monotonic()
         if steps:
             self.ask("resume")
@@ -53,7 +53,7 @@ class Series:
             client.request(verb, 120)
 
     def pid(self, rank: int) -> int:
-        """Of the process that has the rank now."""
+        """The PID of the process that holds the rank now."""
         with connect(self.run.folder) as client:
             return next(each["pid"] for each in client.status(30)["ranks"] if each["rank"] == rank)
 
@@ -71,14 +71,14 @@ class Series:
         self.run.wait_for(lambda: self.recoveries() > before)
 
     def start_again(self, *, adopts: bool) -> None:
-        """The same command, after the driver has been killed."""
+        """Runs the same command again, after the driver was killed."""
         before = len(self.run.events("start"))
         self.run = Run(self.nodes, self.folder, *self.words)
         self.run.wait_for(lambda: len(self.run.events("start")) > before)
         assert self.run.events("start")[-1]["adopts"] == adopts, self.run.describe()
 
     def kill_everything(self) -> None:
-        """The driver and all ranks; then nothing of the run is left, and a checkpoint is what it resumes from."""
+        """Kills the driver and all ranks, so that the run can only resume from a checkpoint."""
         pids = [self.pid(rank) for rank in range(4)]
         self.run.stop()
         for pid in pids:
@@ -130,7 +130,7 @@ def _raylet_killed(series: Series) -> None:
 
 
 def _partition(series: Series) -> None:
-    """A node of which nothing is heard any more, neither Ray nor ranks."""
+    """A node that is no longer heard from, neither its Ray processes nor its ranks."""
     raylet = psutil.Process(_raylet(series.nodes.node_of(series.pid(0))).pid)
     silent = [raylet, *raylet.children(recursive=True)]
     with series.recovers():
@@ -147,7 +147,7 @@ def _sigterm(series: Series) -> None:
 
 
 def _disk_full(series: Series) -> None:
-    """The driver's: a rank is lost meanwhile."""
+    """The driver's disk is full while a rank is lost."""
     with largest_file(0, series.run.process.pid):
         fences, deadline = len(series.run.events("fence")), time.monotonic() + DISK_FULL_SECONDS
         series.signal(1)
@@ -169,7 +169,7 @@ def _head_killed(series: Series) -> None:
 
 
 def _damaged(series: Series, damage: Callable[[Path], None]) -> None:
-    """The newest checkpoint is, when all else is lost: the one before it is resumed from."""
+    """Damages the newest checkpoint once all processes are lost: the run resumes from the one before it."""
     series.run.wait_for(lambda: len(complete_folders(series.run.folder / "checkpoints")) > 1)
     series.kill_everything()
     folder = series.newest_checkpoint()

@@ -32,9 +32,9 @@ Call = tuple[int, int] | tuple[int, int, bool] | tuple[int]
 
 @dataclass
 class Outcome:
-    """One rank's results, its gradients of every step before clipping, its last state, its manifest entries, the bytes
-    of its buffers by kind, its evaluations, its reductions if they are in bfloat16, and how often it began a step
-    again. Tensors are by global name; a ZeRO rank holds parts of them (see `assemble`)."""
+    """One rank's results, its gradients of every step before clipping, its final state, its manifest entries, the bytes
+    of its buffers by kind, its evaluations, its reductions if they are in bfloat16, and how often it restarted a step.
+    Tensors are by global name; a ZeRO rank holds parts of them (see `assemble`)."""
 
     results: list
     gradients: list[dict[str, torch.Tensor]]
@@ -47,12 +47,12 @@ class Outcome:
 
 
 def tensors_by_name(parameters, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a flat buffer; parts of tensors are flat and called 'NAME@RANGES@FIRST ELEMENT'."""
+    """The tensors of a flat buffer; parts of tensors are flat and named 'NAME@RANGES@FIRST ELEMENT'."""
     return dict(_named("", *part) for part in parameters.shard_parts(flat))
 
 
 def state_by_name(parameters) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state, in the same way; names begin with the kind."""
+    """Weights and optimizer state, likewise; names begin with the kind."""
     return dict(_named(f"{kind}.", *part) for kind, *part in parameters.state_parts())
 
 
@@ -115,8 +115,8 @@ class Fleet:
         bad_gradient: BadGradient | None = None,
         optimizer: bool = True,
     ) -> list[Outcome]:
-        """Runs the calls in a new generation. Fails with the traceback of the first rank that does. `optimizer`: its
-        state is restored too."""
+        """Runs the calls in a new generation. Fails with the traceback of the first rank that fails. `optimizer`:
+        restores its state too."""
         plan, ranks = with_slots(plan), range(plan.mesh.size)
         faults = [bad_gradient if bad_gradient and bad_gradient.rank == rank else None for rank in ranks]
         self.pool.send([(plan, rank, calls, restore, save, faults[rank], optimizer) for rank in ranks])
@@ -137,7 +137,7 @@ def _serve(end: Connection, *_: object) -> None:
     torch.set_num_threads(1)
     faulthandler.enable()
     row_slots.TILE_TOKENS = TILE
-    muon.ROUND_ELEMENTS = 512  # small models then have several rounds
+    muon.ROUND_ELEMENTS = 512  # so that small models have several rounds
     while True:
         try:
             order = end.recv()
@@ -199,7 +199,7 @@ def _run(
             runner.connect(end.recv(), 60)
             record_graphs(runner)
             runner.restore(restore, optimizer=optimizer_state)
-            torch.distributed.barrier()  # no step begins before all ranks have their state, as with a driver
+            torch.distributed.barrier()  # as with a driver, no step begins before all ranks have their state
             results, evaluations = [], []
             for call in calls:
                 if len(call) == 1:
@@ -219,7 +219,7 @@ def _run(
 
 @contextmanager
 def restarted() -> Iterator[list[int]]:
-    """The steps that this process begins again meanwhile."""
+    """The steps that this process restarts within the block."""
     from pentad.workers.runtime.executor import Executor
 
     steps, restart = list[int](), Executor._restart_step

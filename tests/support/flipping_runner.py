@@ -1,5 +1,5 @@
-"""A Runner in which rank 1 of the first generation is wrong: a bit of its weights flips before a step, or it computes a
-wrong result the first time that it is asked."""
+"""A Runner in which rank 1 of the first generation misbehaves: a bit of its weights flips before a step, or its first
+result of a kind is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small plans whose products are in 8 bits."""
+"""Small plans with FP8 products."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIED = replace(WIDE, tie_word_embeddings=True)
 PREDICTING = replace(WIDE, mtp_layers=1)
 SHARED = replace(MODEL, experts=Experts(4, 2, 256, first_k_dense=1, shared_intermediate_size=256))
 LATENT = replace(MODEL, mla=MLA(128, 128, qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128))
-LENGTH = 128  # tokens of a sequence on a context rank, at least
+LENGTH = 128  # the least tokens of a sequence on a context rank
 BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
 DELAYED = replace(TENSOR, delayed=True)
 ZERO_3 = {"memory_options": MemoryOptions(zero=3)}

@@ -1,4 +1,4 @@
-"""Recipes of 8-bit products that have kernels, and how near their results are."""
+"""FP8 recipes that have kernels, and how accurate their results are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECIPES = [
 
 
 def amax_for(recipe: Recipe, x: torch.Tensor) -> Amax | None:
-    """The maxima that the recipe needs; a little less than those of x, so that some values saturate."""
+    """The maxima that the recipe needs, slightly below those of x, so that some values saturate."""
     x = 0.9 * x.abs().float()
     if recipe.scaling == "row":
         return Amax(x.amax(1, keepdim=True), x.amax(0)[:, None].contiguous())
@@ -36,8 +36,8 @@ class Casting(NamedTuple):
     def recorded(
         self, recipe: Recipe, x: Tensor, residual: Tensor, dy: Tensor, weight: Tensor
     ) -> list[tuple[Fp8Tensor | None, Tensor]]:
-        """Forms that are scaled by given maxima, and what each kernel records beside: two calls, the first of which has
-        the smaller numbers."""
+        """Forms scaled by given maxima, and the maxima that each kernel records; from two calls, the first with smaller
+        numbers."""
         amax, gate_up = torch.ones(1, 1, device=x.device), torch.cat((x, residual), 1)
         both, found = Amax(amax, amax), list[tuple[Fp8Tensor | None, Tensor]]()
         maxima = torch.zeros(4, MAXIMA, device=x.device)
@@ -54,7 +54,8 @@ class Casting(NamedTuple):
 
 
 def assert_nearly_equal(found: Fp8Tensor | None, want: Fp8Tensor | None, differing: float = 1e-3) -> None:
-    """Equal scales up to rounding in float32; of the values at most a share is rounded to another neighbour."""
+    """Asserts equal scales up to float32 rounding, and that at most a fraction `differing` of values is rounded to
+    another neighbour."""
     assert found is not None and want is not None
     assert found.values.dtype == want.values.dtype and found.values.shape == want.values.shape
     assert found.scales.shape == want.scales.shape

@@ -1,4 +1,4 @@
-"""Products in 8 bits by the definition, with autograd: what a recipe means, in a few lines of torch in float64."""
+"""FP8 products by definition, with autograd: the meaning of a recipe in a few lines of float64 torch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class AmaxHistory:
-    """Delayed scaling: the absolute maxima of the operands of all products of the step before, and of this one, by the
-    name of the weight and by what the operand is."""
+    """Delayed scaling: the absolute maxima of the operands of all products in the previous step and in this one, by
+    name of the weight and kind of operand."""
 
     def __init__(self) -> None:
         self.before: dict[tuple[str, str], Tensor] = {}
         self.now: dict[tuple[str, str], Tensor] = {}
 
     def begin_step(self) -> None:
-        """After a step whose maxima count."""
+        """Called after a step whose maxima count."""
         self.before |= {key: amax for key, amax in self.now.items() if amax > 0}
         self.now.clear()
 
     def amax(self, key: tuple[str, str], x: Tensor) -> Tensor:
-        """What x is scaled by."""
+        """The maximum by which x is scaled."""
         own = x.detach().abs().amax().float()
         self.now[key] = torch.maximum(own, self.now.get(key, own))
         return self.before.get(key, own)
 
 
 class Fp8Weight:
-    """A weight [N, K] that `x @ weight.T` multiplies in 8 bits; with `by_row` its gradient is the product of what these
-    products multiply, else the operands are cast again, along tokens. `history` is of those of a weight with this
-    name."""
+    """A weight [N, K] that `x @ weight.T` multiplies in FP8. With `by_row` its gradient is the product of the operands
+    of these products; otherwise the operands are cast again, along tokens. `history` is that of weights of this name.
+    """
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _Product(torch.autograd.Function):
 
 
 def rounded(x: Tensor, spec: Fp8Spec, name: str, block_rows: int, amax: Tensor | None = None) -> Tensor:
-    """The numbers that a matrix [M, K] stands for after the cast for a product over K, scaled by `amax` if given."""
+    """The numbers that a matrix [M, K] represents after the cast for a product over K; scaled by `amax` if given."""
     dtype = DTYPES[name]
     rows, columns = {"tensor": x.shape, "row": (1, x.shape[1]), "block": (block_rows, 128)}[spec.scaling]
     tiles = x.unfold(0, rows, rows).unfold(1, columns, columns)  # [M / rows, K / columns, rows, columns]
@@ -111,7 +111,7 @@ def rounded(x: Tensor, spec: Fp8Spec, name: str, block_rows: int, amax: Tensor |
 def in_8_bits(
     weights: dict[str, Tensor], spec: Fp8Spec, layers: int, history: AmaxHistory | None = None
 ) -> dict[str, Any]:
-    """The weights of a model, of which projections multiply in 8 bits."""
+    """The weights of a model; those of projections multiply in FP8."""
     found: dict[str, Any] = dict(weights)
     for name, weight in weights.items():
         prefix, _, rest = name.removeprefix("layers.").partition(".")

@@ -1,4 +1,4 @@
-"""Disks that are full, as far as a process can tell."""
+"""Disks that appear full to a process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""GPUs for the ranks of a test. A GPU has places for RANKS_A_GPU ranks: one, unless the environment sets another
-number.
+"""GPUs for the ranks of a test. A GPU has places for RANKS_A_GPU ranks: one, unless the environment says otherwise.
 
-Ranks that share a GPU pretend to be on several hosts, so NCCL connects them by sockets: slow, with the same results.
-Tests of four ranks can thus run on two GPUs, or on one.
+Ranks that share a GPU pretend to be on several hosts, so that NCCL connects them by sockets: slow, with the same
+results. So tests of four ranks can run on two GPUs, or on one.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ def on_gpu(
     chunks: int | None = None,
     hosts: tuple[int, ...] = (),
 ) -> Plan:
-    """A plan of `plan_of`, with its program compiled anew, on GPUs: it recomputes and offloads what that plan does.
-    Ranks pretend to be on these hosts. Skips the test if there are too few."""
+    """A plan from `plan_of` on GPUs, with its program compiled anew and the same recomputation and offloading. Ranks
+    pretend to be on these hosts. Skips the test if there are too few GPUs."""
     mesh, placed = plan.mesh, replace(plan, transport=transport, hosts=hosts)
     recomputed = frozenset(stage for stage, mode in enumerate(plan.recompute) if mode != "none")
     offloaded = frozenset(stage for stage, fraction in enumerate(plan.offload) if fraction)
@@ -77,7 +76,7 @@ def on_gpu(
 
 
 def as_is_on_gpu(plan: Plan, transport: str, dtype: str = "bfloat16") -> Plan:
-    """A plan with its program as it is, on GPUs. Skips the test if there are too few."""
+    """A plan on GPUs with its program unchanged. Skips the test if there are too few."""
     if plan.mesh.size > num_places():
         pytest.skip(f"{plan.mesh.size} GPUs are needed")
     return replace(plan, device="cuda", transport=transport, dtype=dtype)

@@ -14,14 +14,14 @@ from pentad.workers.data.sources import open_dataset
 
 
 def groups_of(plan: Plan, planner: Any) -> list[StepGroups]:
-    """Of all steps."""
+    """The groups of all steps."""
     dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
     given = plan.batch, plan.mesh.cp, plan.mesh.ep
     return [planner(dataset.document_lengths(step), *given)[0] for step in range(STEPS)]
 
 
 def sets_of(groups: StepGroups, rows: int, length: int) -> torch.Tensor:
-    """[rows, S] int64: what a group's ranks have of a microbatch, shared or not, is one set; padding has -1."""
+    """[rows, S] int64: what a group's ranks hold of a microbatch, shared or not, is one set; padding has -1."""
     sets, numbers = torch.full((rows, length), -1), dict[tuple[int, tuple[int, ...]], int]()
     for mb, shares in enumerate(groups.shares):
         for share in shares:
@@ -32,7 +32,7 @@ def sets_of(groups: StepGroups, rows: int, length: int) -> torch.Tensor:
 
 
 def reference_of_groups(plan: Plan, planner: Any) -> Trained:
-    """Trained with the same sets."""
+    """The outcome of training with the same sets."""
     batches = global_batches(plan)
     steps = zip(groups_of(plan, planner), batches, strict=True)
     return train(plan, batches, [sets_of(groups, *batch.inputs.shape) for groups, batch in steps])

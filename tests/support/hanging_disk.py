@@ -1,4 +1,4 @@
-"""A disk that answers nothing, as a file server that is away: whoever uses a file waits."""
+"""A disk that does not respond, like a file server that is down: whoever uses a file waits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 
 class HangingDisk:
-    """With the files of a run's folder, but for its checkpoints. While it `hangs`, who opens, renames, syncs or looks
-    at one of them waits."""
+    """Holds the files of a run's folder, except for its checkpoints. While it `hangs`, opening, renaming, syncing or
+    looking up one of them blocks."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.folder, self.answers = folder.absolute(), threading.Event()

@@ -1,4 +1,4 @@
-"""`pentad train` whose run folder answers nothing from step FROM on, for some seconds or for good:
+"""`pentad train` whose run folder stops responding at step FROM, for some seconds or for good:
 `python -m hanging_driver SECONDS OVERRIDES`, inf for good"""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`pentad train` in which rank 1's file of the checkpoint after STEP steps hangs on its way to the disk for good:
+"""`pentad train` in which rank 1's file of the checkpoint after STEP steps never reaches the disk:
 `python -m hanging_writer OVERRIDES`"""
 
 from __future__ import annotations

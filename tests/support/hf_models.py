@@ -52,7 +52,7 @@ GPT_OSS = {
     **{"num_experts_per_tok": 2, "rope_parameters": {**YARN, **LONG, "truncate": False}},
 }
 
-# Name of a model -> (class prefix in transformers, values of its config).
+# Name of a model -> (class prefix in transformers, values in its config).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", DENSE),
     "llama-tied": ("Llama", {**DENSE, "tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -93,7 +93,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Those that every expensive test runs; the others differ from one of them in little.
+# Run only as slow cases: each differs little from one of the models that expensive tests always run.
 SLOW = {"qwen2", "qwen2-window", "mistral", "mistral-full", "phi3", "gemma2-uncapped", "gemma3"}
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where the name is not that of the model class

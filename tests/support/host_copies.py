@@ -1,5 +1,5 @@
-"""Copies between the ranks of a host on CPUs: the sources' own flags and rows over a CUDA driver that waits, writes and
-copies at once, in memory that the processes share."""
+"""Copies between the ranks of a host on CPUs: the real flags and rows, over a CUDA driver that waits, writes and copies
+immediately, in memory that the processes share."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Driver:
 
 
 class SharedMemory:
-    """Tensors that ranks share by name; same interface as `PeerMemory`. Their storage moves to where other processes
-    map it."""
+    """Tensors that ranks share by name; same interface as `PeerMemory`. Their storage moves to memory that other
+    processes can map."""
 
     def __init__(
         self, store: dist.Store, key: str, rank: int, shared: Mapping[str, torch.Tensor], peers: Iterable[int]
@@ -81,7 +81,7 @@ class SharedMemory:
 
 
 class EagerLane:
-    """A lane on which everything is done when it is given."""
+    """A lane on which everything runs as soon as it is enqueued."""
 
     handle = None
 
@@ -97,8 +97,8 @@ class EagerLane:
 
 @cache
 def copy_on_cpus() -> None:
-    """From now on CPU ranks of this process exchange by peer copies where plans say so, tp ranks beside products of any
-    number of rows, and experts as on a GPU."""
+    """From now on, CPU ranks of this process exchange by peer copies where plans say so: tp ranks beside products of
+    any number of rows, and experts as on a GPU."""
     from pentad.workers.parallel import tensor_parallel
     from pentad.workers.runtime import rank_setup, runner
     from pentad.workers.transport import p2p_ipc, stream_flags
@@ -126,7 +126,7 @@ def word_at(address: int) -> ctypes.c_int32:
 
 
 def _export(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """The file of a tensor's storage, and the tensor's first byte and size there."""
+    """The file of a tensor's storage, and the tensor's offset and size in it, in bytes."""
     descriptor, _ = tensor.untyped_storage()._share_fd_cpu_()
     start = int(tensor.storage_offset()) * tensor.element_size()
     return f"/proc/{os.getpid()}/fd/{descriptor}", start, tensor.numel() * tensor.element_size()

@@ -71,7 +71,7 @@ def spans_of(data: dict, panel: dict) -> list[Span]:
 
 
 def assert_holds(data: dict, panel: dict, timeline: Timeline) -> None:
-    """The panel has every span of the timeline, to a nanosecond."""
+    """Asserts that the panel has every span of the timeline, to the nanosecond."""
     found, expected = spans_of(data, panel), sorted(timeline.spans)
     assert [span[:8] for span in found] == [span[:8] for span in expected]
     assert [span[8] for span in found] == pytest.approx([span.start for span in expected], abs=1.1e-9, rel=0)
@@ -79,7 +79,7 @@ def assert_holds(data: dict, panel: dict, timeline: Timeline) -> None:
 
 
 def keys_of(data: dict, panel: dict) -> list[tuple[int, str]]:
-    """Rank and name of the spans of a panel, by their numbers."""
+    """Rank and name of the spans of a panel, in order of their numbers."""
     names = spelled_out(data["kinds"])["name"]
     ranks = panel["steps"][0]["ranks"]
     return [(rank["rank"], names[kind]) for rank in ranks for track in rank["tracks"] for kind in track["kind"]]

@@ -1,4 +1,4 @@
-"""Faults that a rank process of `worker_processes` inflicts on itself, at a place of the program of a test's choice."""
+"""Faults that a rank process of `worker_processes` inflicts on itself, at a point of the program chosen by a test."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pentad.workers.parallel.async_ops import Task, host_waits
 from pentad.workers.run_delay import run_delay
 from pentad.workers.transport.stream_flags import check_driver, handle_of
 
-SLICE, SLACK = 2e-3, 1e-3  # seconds of a sleep, and what it may take longer on an idle machine
+SLICE, SLACK = 2e-3, 1e-3  # seconds of a sleep, and by how much it may overshoot on an idle machine
 resumed, reached = threading.Event(), threading.Event()
-gpu_words = list[Tensor]()  # of pinned memory, that the GPU waits for
+gpu_words = list[Tensor]()  # in pinned memory; the GPU waits for them
 
 
 def hang_at(runner: Any, where: str, step: int, how: str) -> None:
-    """The rank stops in a step: before it launches its first `where`, an op like 'SEND_F', or if that is an axis of the
-    layers in its first F between two operations of that axis.
+    """Stops the rank in a step: before it launches its first `where`, an op like 'SEND_F'; or, if that is an axis of
+    layers, in its first F between two operations on that axis.
 
-    `how`: the 'process' stops (SIGSTOP), or only its train 'thread', while the process still answers, or its 'gpu', for
-    which the host goes on to issue.
+    `how`: stops the 'process' (SIGSTOP); or only its train 'thread', while the process still answers; or its 'gpu', for
+    which the host continues to issue work.
     """
     resumed.clear()
     reached.clear()
@@ -49,7 +49,7 @@ def hang_at(runner: Any, where: str, step: int, how: str) -> None:
 
 
 def resume(runner: Any) -> None:
-    """The train thread continues, or the GPU."""
+    """Continues the train thread, or the GPU."""
     resumed.set()
     for word in gpu_words:
         word.fill_(1)
@@ -87,7 +87,7 @@ def _once(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def _stop_process() -> None:
-    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # from os.kill the thread might return before it stops
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # with os.kill the thread might return before it stops
 
 
 def _stop_thread() -> None:
@@ -106,11 +106,12 @@ def _stop_gpu() -> None:
 
 
 def pad_compute(runner: Any, seconds: dict[str, float]) -> None:
-    """Compute instructions take so long, by op, without what they wait for inside layers and for a core: they sleep for
+    """Makes compute instructions take this long, by op, not counting waits inside layers or for a core: they sleep for
     the rest.
 
-    So ranks are equally fast, even where many processes share few cores. What an instruction sleeps too long the next
-    ones take less; the time that a process is stopped (SIGSTOP) is not made up for."""
+    So ranks are equally fast even if many processes share few cores. When an instruction oversleeps, the next ones
+    sleep less; time during which the process is stopped (SIGSTOP) is not made up for.
+    """
     executor, pads, late = runner.executor, dict(seconds), [0.0]
     real = executor._execute
 
@@ -131,8 +132,8 @@ def pad_compute(runner: Any, seconds: dict[str, float]) -> None:
 
 
 class RunningClock:
-    """Seconds since it was made in which this thread ran, or slept on purpose: those in which it waited inside layers
-    or for a core, or its process was stopped, are left out."""
+    """Seconds since its creation in which this thread ran or slept on purpose; without waits inside layers or for a
+    core, and without time during which its process was stopped."""
 
     def __init__(self) -> None:
         self.began, self.ran = _seconds_outside_waits(), time.thread_time()
@@ -146,13 +147,13 @@ def _seconds_outside_waits() -> float:
 
 
 def slow_compute(runner: Any, factor: float) -> None:
-    """What `pad_compute` adds is that many times as long from now on."""
+    """Multiplies the durations of `pad_compute` by a factor from now on."""
     pads = runner.executor.pads
     pads.update({op: seconds * factor for op, seconds in pads.items()})
 
 
 def slow_loader(runner: Any, seconds: float) -> None:
-    """Every batch comes so much later from now on."""
+    """Delays every batch by so many seconds from now on."""
     prefetcher = runner.load_batch.prefetcher
     get = prefetcher.get
 
@@ -164,7 +165,7 @@ def slow_loader(runner: Any, seconds: float) -> None:
 
 
 def slow_link(runner: Any, op: str, seconds: float) -> None:
-    """Every transfer of this rank by SEND_F or SEND_B begins so much later from now on."""
+    """Delays the start of every transfer of this rank by `op`, SEND_F or SEND_B, from now on."""
     transport = runner.executor.transport
     send = transport.send
 
@@ -185,7 +186,7 @@ class _LateSend:
         self.timer.start()
 
     def wait(self) -> None:
-        """The transfer's own work follows in the list of sends, as the timer has added it."""
+        """Waits only for the timer: it adds the transfer's own work to the list of sends, behind this one."""
         self.timer.join()
 
 

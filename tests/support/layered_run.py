@@ -1,4 +1,4 @@
-"""A run whose tensor ranks exchange rows inside layers, which takes longer than its plan has it."""
+"""A run whose tensor ranks exchange rows inside layers, which takes longer than planned."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class LayeredRun(NamedTuple):
     simulated: Timeline
 
     def page(self, *, messages: bool = True) -> str:
-        """With what the plan has for messages inside layers, or as if it had none."""
+        """The page with the plan's messages inside layers, or as if there were none."""
         run = DrawnRun.of_plan(self.plan)
         return comparison_page(run if messages else run._replace(messages=()), self.measured, self.simulated)
 
 
 def layered_run(*words: str, job: str = "llama-8b") -> LayeredRun:
-    """tp2 x pp2 on H200s, unless the words say otherwise."""
+    """tp2 x pp2 on H200s, unless `words` say otherwise."""
     defaults = (*WORDS, "mesh.tp=2", "mesh.pp=2", "mesh.dp=1", "schedule.microbatches=8")
     plan = make_plan(load(ROOT / "deploy" / "jobs" / f"{job}.yaml", [*defaults, *words]), "cuda", proved=False)
     planned = to_mesh_ranks(simulate(plan.program, costs_of(plan), step=3), plan.mesh).spans

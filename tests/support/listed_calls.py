@@ -47,12 +47,12 @@ class Ranks:
         self.calls: StepLoop | None = None
         self.rests = 0
         self.at_rest: Callable[[StepLoop], None] = lambda calls: calls.requests.resume()
-        self.pinned: list[tuple[int, ...]] = []  # what each commit keeps
+        self.pinned: list[tuple[int, ...]] = []  # what each commit retains
         self.discarded: list[int | None] = []  # checkpoints
         self.unfinished: set[str] = set()  # of a checkpoint
-        self.slow: dict[int, float] = {}  # checkpoint -> seconds until it is written, for which somebody has to wait
-        self.losses: dict[int, float] = {}  # of evaluations, else 1
-        self.states: dict[tuple[int, int], int] = {}  # after this many steps, by rank; else those of all are the same
+        self.slow: dict[int, float] = {}  # checkpoint -> seconds until it is written, for those to be waited for
+        self.losses: dict[int, float] = {}  # of evaluations; 1 by default
+        self.states: dict[tuple[int, int], int] = {}  # after this many steps, by rank; by default equal on all ranks
 
     def _submit(self, *call: Any) -> list[tuple]:
         if call[0] in ("evaluate", "check"):
@@ -148,7 +148,7 @@ Run = Callable[..., tuple[Ranks, StepLoop]]
 
 
 class Clock:
-    """The time of `Ranks`, instead of the module `time`."""
+    """The time of `Ranks`, in place of the module `time`."""
 
     def __init__(self) -> None:
         self.ranks: Ranks | None = None

@@ -1,4 +1,5 @@
-"""Ray without Ray for actors that answer at once: they live in this process, one of which may die or keep silent."""
+"""Ray without Ray for actors that answer immediately: they live in this process, where one of them may die or fall
+silent."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 
 
 class Ref:
-    """An answer, or the error that asking for it raises; `is_silent` if it never comes."""
+    """An answer, or the error that is raised when it is fetched; `is_silent` if it never comes."""
 
     def __init__(self, value: Any, *, is_silent: bool = False) -> None:
         self.value, self.is_silent = value, is_silent
@@ -35,8 +36,8 @@ class Actor:
 
 
 class LocalRay:
-    """In place of the module `ray`. `faults` are 'dead' or 'silent' by the bundle of an actor; of two bundles on a node
-    each has a GPU if it needs one. Strategies are the bundles themselves."""
+    """Stands in for the module `ray`. `faults` are 'dead' or 'silent', by an actor's bundle. There are two bundles a
+    node, each with a GPU if it needs one. Strategies are the bundles themselves."""
 
     def __init__(self) -> None:
         self.faults: dict[int, str] = {}
@@ -54,7 +55,7 @@ class LocalRay:
         return lambda kind: SimpleNamespace(options=lambda scheduling_strategy: options(kind, scheduling_strategy))
 
     def get_gpu_ids(self) -> list[int]:
-        """Those of the actor that is called."""
+        """The GPUs of the actor that is being called."""
         return [self.bundle % 2] if self.needs[-1]["num_gpus"] else []
 
     def get(self, ref: Any, timeout: float | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""A run of made-up times: steps of a program as if measured, each slower and more uneven than simulated."""
+"""A run with made-up times: steps of a program as if measured, each slower and more uneven than simulated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MeasuredRun(NamedTuple):
     simulated: Timeline
 
     def page(self, steps: tuple[int, ...] = STEPS, *, other_step: str = "") -> str:
-        """With these steps; the first is of another schedule, if one is named."""
+        """The page with these steps; the first is of another schedule, if one is named."""
         measured, simulated = ([t.of_step(step) for step in steps] for t in (self.measured, self.simulated))
         if other_step:
             measured[0] = measured_run(other_step).measured.of_step(steps[0])
@@ -37,7 +37,7 @@ class MeasuredRun(NamedTuple):
         return comparison_page(run, _joined(measured), _joined(simulated))
 
     def pair_of(self, key: tuple[int, str]) -> list[tuple[int, str]]:
-        """Both halves of an overlapped pair, for the first of them; else the instruction alone."""
+        """Both halves of an overlapped pair, given the first; otherwise the instruction alone."""
         rank, name = key
         stream = self.program.streams[self.mesh.coordinates(rank).pp]
         action = next(each for each in stream if name in [str(part.key) for part in each.parts])
@@ -71,7 +71,7 @@ def _uneven(drawn: random.Random, stages: int, seconds: float) -> tuple[float, .
 
 
 def _late(drawn: random.Random, span: Span, clock: float) -> Span:
-    """Slower as a whole; the host issues it a little late, and a receive is posted early."""
+    """The span made slower, issued by the host a little late, and with receives posted early."""
     start, end = (1.2 * time for time in (span.start, span.end))
     late = min(drawn.uniform(0, 2e-5), (end - start) / 2)
     return span._replace(start=clock + start + (-late if span.op.startswith("RECV") else late), end=clock + end)

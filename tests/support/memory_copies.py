@@ -1,4 +1,4 @@
-"""Copies in the memory of rank processes, as the driver has them made and reads them."""
+"""Copies in the memory of rank processes, made and read as by the driver."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TOKEN = os.urandom(TOKEN_BYTES)
 
 
 class Copies:
-    """Of a group of processes; rank r is on `nodes[r]`."""
+    """The copies of a group of processes; rank r is on `nodes[r]`."""
 
     def __init__(self, ranks: list[WorkerProcess], nodes: str) -> None:
         self.ranks, self.holders = ranks, holders_of(nodes, nodes)
         self.addresses = call_all(ranks, "serve_copies", TOKEN)
 
     def replace(self, *lost: int) -> None:
-        """Ranks that have been replaced by new processes serve, too."""
+        """Lets ranks that were replaced by new processes serve copies, too."""
         for rank in lost:
             self.addresses[rank] = self.ranks[rank].answer(self.ranks[rank].call("serve_copies", TOKEN))
 
@@ -34,7 +34,7 @@ class Copies:
         return CopyKey(generation, step, len(self.ranks))
 
     def submit(self, generation: int, step: int) -> list[tuple[WorkerProcess, int]]:
-        """The first phase, beside training; returns the calls to wait for."""
+        """Starts the first phase beside training; returns the calls to wait for."""
         asked = []
         for worker, holder in zip(self.ranks, self.holders, strict=True):
             worker.call("copy", step)
@@ -43,7 +43,7 @@ class Copies:
         return asked
 
     def make(self, generation: int, step: int) -> list[Any]:
-        """Both phases."""
+        """Runs both phases."""
         found = [worker.answer(number) for worker, number in self.submit(generation, step)]
         for worker in self.ranks:
             worker.answer(worker.call_now("commit", self.key(generation, step)))
@@ -91,8 +91,8 @@ def assert_ends_the_same(ranks: list[WorkerProcess], expected: tuple[dict, dict]
 def assert_recovers_from_a_copy(
     ranks: list[WorkerProcess], plan: Plan, nodes: str, copied: int, steps: int, *lost: int
 ) -> None:
-    """The copy of `copied` steps is made while three more run, the last of which is open when ranks are lost; the run
-    ends with the bits of one without a fault."""
+    """Makes a copy of `copied` steps while three more run, of which the last is open when ranks are lost; the run must
+    end with the bits of one without a fault."""
     expected = uninterrupted(ranks, plan, steps)
     start_run(ranks, plan)
     copies = Copies(ranks, nodes)

@@ -14,7 +14,8 @@ DTYPE = np.dtype(np.uint16)
 
 
 def random_corpus(folder: Path, seed: int, documents: int, longest: int, targets: float | None = None) -> str:
-    """Documents of 2 to `longest` tokens, in two shards; the share `targets` of them counts, None: no loss masks."""
+    """Documents of 2 to `longest` tokens, in two shards; the fraction `targets` of the tokens counts (None: no loss
+    masks)."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(seed)
 
@@ -29,8 +30,8 @@ def random_corpus(folder: Path, seed: int, documents: int, longest: int, targets
 
 
 def mixed(folder: Path, packing: Packing) -> DataSpec:
-    """Chat data, in which half of the tokens count, plain text, and a source that is soon used up; their weights change
-    at step 2."""
+    """Chat data of which half of the tokens count, plain text, and a source that is soon exhausted; their weights
+    change at step 2."""
     if not (folder / "chat").exists():
         random_corpus(folder / "chat", 1, 60, 12, targets=0.5)
         random_corpus(folder / "text", 2, 40, 30)

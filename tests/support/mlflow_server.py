@@ -1,4 +1,4 @@
-"""MLflow's own server on a SQLite file, of the package mlflow-skinny and what the extra `test-all` adds to it."""
+"""MLflow's own server on a SQLite file, from the package mlflow-skinny and the extra `test-all`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START_SECONDS = 90
 
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[str]:
-    """The address of a server that has answered; it ends with the block."""
+    """The address of a server that is up; it is stopped after the block."""
     options = {
         "--backend-store-uri": f"sqlite:///{folder}/mlflow.db",
         "--artifacts-destination": f"{folder}/artifacts",

@@ -32,7 +32,7 @@ from pentad.orchestrator.records.json_lines import read_lines
 from pentad.workers.checkpoint.checkpoint import newest
 from pentad.workers.checkpoint.shards import read
 
-# Health checks of the head: one per second, and a node is given up after three failures.
+# Health checks by the head: one a second; a node is given up after three failures.
 HEALTH = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}
 PREEMPTION = 2
 RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -56,8 +56,7 @@ for key, facts in ray.util.placement_group_table().items():
 
 
 class Cluster:
-    """A head with `room` for ranks, and nodes with room for some; on GPUs, each rank of a node has one of the
-    `places`."""
+    """A head with `room` for ranks, and nodes with room for some; on GPUs, each of a node's ranks has a place."""
 
     def __init__(self, folder: Path, places: int = 0, room: int = 0) -> None:
         self.folder, self.places = folder, places
@@ -66,8 +65,8 @@ class Cluster:
         self.nodes: list[Node] = []
 
     def resize(self, *sizes: int, labels: Iterable[dict[str, str]] = ()) -> None:
-        """Adds and removes nodes until there is one node for each of `sizes`, with room for that many ranks. Those that
-        are new have these labels in turn."""
+        """Adds and removes nodes until there is one for each of `sizes`, with room for that many ranks. New nodes get
+        these labels in turn."""
         given = iter(labels)
         expected = Counter(sizes)
         for node in list(self.nodes):
@@ -85,14 +84,14 @@ class Cluster:
         return next(node for node in self.nodes if _raylet(node).pid == parent)
 
     def ranks(self) -> list[str]:
-        """Processes of ranks, and of a keeper of their lease, whether running, stopped or exiting."""
+        """Processes of ranks, and the keeper of their lease, whether running, stopped or exiting."""
         return list(self._actors().values())
 
     def rank_pids(self) -> list[int]:
         return [pid for pid, title in self._actors().items() if not title.startswith("ray::Keeper")]
 
     def kill_keeper(self) -> None:
-        """Kills the process that keeps the lease of a run."""
+        """Kills the process that keeps a run's lease."""
         (pid,) = [pid for pid, title in self._actors().items() if title.startswith("ray::Keeper")]
         os.kill(pid, signal.SIGKILL)
 
@@ -103,7 +102,7 @@ class Cluster:
         return sum(load.resources_available.get("CPU", 0.0) for load in loads)
 
     def clear(self) -> None:
-        """Ends what runs have left that did not end as their test expected: the next one needs the room."""
+        """Ends what is left of runs that did not end as their test expected, as the next one needs the room."""
         subprocess.run([sys.executable, "-P", "-c", CLEAR, self.address], check=True, timeout=60)
 
     def _actors(self) -> dict[int, str]:
@@ -127,11 +126,11 @@ class Cluster:
         assert accepted, reason
 
     def stop_head(self) -> None:
-        """Kills the process that knows the cluster."""
+        """Kills the head's GCS, the process that knows the cluster's state."""
         self.head.kill_gcs_server(check_alive=False)
 
     def start_head(self) -> None:
-        """At the same address; what a persistent cluster has stored is there again."""
+        """Starts it at the same address; what a persistent cluster has stored is available again."""
         self.head._ray_params.gcs_server_port = int(self.address.rpartition(":")[2])
         self.head.start_gcs_server()
 
@@ -187,7 +186,7 @@ def _raylet(node: Node) -> subprocess.Popen[bytes]:
 def multinode_cluster(
     places: int = 0, *, room: int = 0, tables: Literal["", "disk", "redis"] = ""
 ) -> Iterator[Cluster]:
-    """A cluster that leaves nothing behind. Its head can be lost and start again if it keeps its `tables` somewhere."""
+    """A cluster that leaves nothing behind. Its head can be killed and restarted if its `tables` are kept somewhere."""
     variables = {f"RAY_health_check_{name}": value for name, value in HEALTH.items()}
     variables |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
     variables |= USUAL_PRIORITY | NO_IDLE_WORKERS
@@ -231,7 +230,7 @@ class Run:
         return [row for row in read_lines(self.folder / "journal.jsonl") if row["event"] in kinds or not kinds]
 
     def state(self, steps: int) -> dict[str, torch.Tensor]:
-        """The state in its newest checkpoint, which is to be of this many steps."""
+        """The state in the newest checkpoint, which must be of this many steps."""
         found = newest(checkpoints_in(self.folder)).checkpoint
         assert found is not None and found.step == steps
         return read(found, found.tensors)

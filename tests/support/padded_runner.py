@@ -1,5 +1,5 @@
-"""`pentad train` whose layers take the same time on all ranks, but 15 % longer on rank 1 or 3 after BEGINS steps:
-`python -m padded_runner Slow1 OVERRIDES`; or whose stages take the same, but that of rank 0 half as much again:
+"""`pentad train` whose layers take equally long on all ranks, except 15 % longer on rank 1 or 3 after BEGINS steps:
+`python -m padded_runner Slow1 OVERRIDES`; or whose stages take equally long, except 50 % longer on rank 0:
 `python -m padded_runner LongFirst OVERRIDES`"""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LongFirst(Runner):
 
 
 def command(name: str | int) -> tuple[str, ...]:
-    """Of a class; of Slow1 or Slow3 the rank will do."""
+    """The command for a class; for Slow1 or Slow3 the rank is enough."""
     return (sys.executable, "-P", "-m", "padded_runner", name if isinstance(name, str) else f"Slow{name}")
 
 

@@ -1,4 +1,4 @@
-"""A run without ranks, whose events are made up, and the page of it."""
+"""A run without ranks whose events are made up, and its page."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PageRun:
         self.bus.update_ranks(self.statuses, dict.fromkeys(range(4), time.monotonic() + 3600))  # all answer
 
     def at(self, rank: int, op: Op) -> None:
-        """The rank is at the first instruction of this op."""
+        """Puts the rank at the first instruction with this op."""
         stream = self.plan.program.streams[self.plan.mesh.coordinates(rank).pp]
         counter = next(number for number, action in enumerate(stream) if action.key.op is op)
         self.statuses = {**getattr(self, "statuses", {}), rank: Status(1, 3, str(stream[counter].key), 0.1, counter)}
@@ -82,7 +82,7 @@ class PageRun:
 
 @contextmanager
 def page_run(folder: Path, *words: str, first: int = 0) -> Iterator[PageRun]:
-    """Ranks are placed; `first` steps of a former driver are in the folder."""
+    """A run with placed ranks; its folder has `first` steps of an earlier driver."""
     defaults = (f"run.folder={folder}", "run.name=trial", "run.steps=40", "mesh.dp=2", "mesh.pp=2")
     config = load(None, [*defaults, "schedule.name=1f1b", *words])
     plan = make_plan(config, "cpu")

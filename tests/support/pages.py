@@ -33,7 +33,7 @@ def commands(page: Path, kind: str = "sh") -> list[list[str]]:
 
 
 def shows(expected: list[str], printed: str) -> bool:
-    """Whether a command's output is what a page shows, where three dots stand for omitted text."""
+    """Whether a command's output is what a page shows; three dots there stand for omitted text."""
     pattern = re.escape("\n".join(expected)).replace(re.escape("..."), ".*")
     text = "\n".join(line.rstrip() for line in printed.splitlines())
     return re.fullmatch(pattern, text.strip("\n"), re.DOTALL) is not None

@@ -17,7 +17,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def write_adapter(folder: Path, model: ModelSpec, **changes: Any) -> Path:
-    """Random adapters of rank 2 with alpha 4 for attention; `changes` are those of adapter_config.json."""
+    """Random adapters of rank 2 with alpha 4 for attention; `changes` apply to adapter_config.json."""
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({**PLAIN, **changes}))
     generator, tensors = torch.Generator().manual_seed(0), {}

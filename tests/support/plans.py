@@ -67,7 +67,7 @@ def plan_of(
     fp8: Fp8Spec | None = None,
     zero_shards: int = 0,
 ) -> Plan:
-    """On CPU ranks, two sequences of 8 tokens a microbatch. `document_mask` needs a path; `offload` is a share."""
+    """For CPU ranks, two sequences of 8 tokens a microbatch. `document_mask` needs a path; `offload` is a fraction."""
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
     layers, units = _units(model, order.placement, unit_layers)
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
@@ -102,7 +102,7 @@ def plan_of(
 def _units(
     model: ModelSpec, placement: Sequence[Sequence[int]], unit_layers: int | None
 ) -> tuple[tuple[LayerRange, ...], tuple[int, ...]]:
-    """(the layers of all units, the number of units of each stage, or nothing for whole stages)."""
+    """(the layers of all units, the number of units of each stage, empty for whole stages)."""
     stages = split_layers(model.layers, placement, head=1.0)
     if model.custom is not None:
         stages = tuple(LayerRange(*each[:2]) for each in stages)
@@ -119,14 +119,14 @@ def data_of(*paths: str, document_mask: bool = False, **more: Any) -> DataSpec:
 
 
 def plan_on_mesh(data: str | DataSpec, name: str, sizes: dict[str, int], **more: Any) -> Plan:
-    """`plan_of` with the sizes of the mesh as a dictionary and a suitable number of microbatches."""
+    """`plan_of` with the mesh sizes as a dictionary and a suitable number of microbatches."""
     axes: dict[str, Any] = {"dp": 1, "pp": 1, **sizes}
     return plan_of(name, microbatches=2 * axes["pp"] if name == "dualpipe" else 4, data=data, **axes, **more)
 
 
 def with_rampup(plan: Plan, stages: dict[int, int], compiled: Callable[[int], Plan]) -> Plan:
-    """The plan with stages of a batch-size ramp: this many steps by number of microbatches, whose programs are those of
-    `compiled`."""
+    """The plan with stages of a batch-size ramp: `stages` are numbers of steps by number of microbatches; their
+    programs come from `compiled`."""
     rows = plan.batch.replicas * plan.batch.micro_batch_size
     rampup = tuple(RampupStage(microbatches * rows, steps) for microbatches, steps in stages.items())
     programs = tuple(compiled(microbatches).program for microbatches in stages)
@@ -153,7 +153,7 @@ def _reference(
     balance: BatchSpec | None,
     steps: int,
 ) -> Trained:
-    """`balance` is how sequences are dealt to microbatches, None where results do not depend on that."""
+    """`balance` says how sequences are dealt to microbatches; None if results do not depend on it."""
     plan = plan_of("gpipe", 1, 1, sizes.global_batch_size // 2, data, model=model)
     batch = replace(plan.batch, rampup=sizes.rampup, sequence_length=sequence_length)
     plan = replace(plan, optimizer=optimizer, lora=lora, fp8=fp8, batch=batch)
@@ -162,7 +162,7 @@ def _reference(
 
 
 def global_batches(plan: Plan, balance: BatchSpec | None = None, steps: int = STEPS) -> list[GlobalBatch]:
-    """Those of the first steps."""
+    """The global batches of the first steps."""
     dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
     return [global_batch(dataset, step, balance) for step in range(steps)]
 

@@ -19,8 +19,8 @@ from unittest.mock import patch
 import torch
 from paths import SUPPORT
 
-# What ranks import, numpy.ma, which Arrow imports when it first meets an array, and what torch does when it first meets
-# a tensor subclass.
+# What ranks import; numpy.ma, which Arrow imports when it first sees an array; and what torch does when it first sees a
+# tensor subclass.
 PRELOADED = [
     *("worker_processes", "pentad.workers.replication.transfer", "pentad.workers.runtime.runner"),
     *("numpy.ma", "torch.distributed.tensor"),
@@ -37,14 +37,14 @@ def process_context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     path = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):  # what fails to import there is not preloaded
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):  # preloading ignores modules that cannot be imported
         forkserver.ensure_running()
     return context
 
 
 class _ByValue(pickle.Pickler):
-    """Pickles tensors as their bytes; torch's own pickler shares the memory of each through a connection of its own,
-    which takes a hundred times as long for small ones."""
+    """Pickles tensors as bytes; torch's own pickler shares the memory of each through its own connection, which takes a
+    hundred times as long for small ones."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor:
@@ -95,7 +95,7 @@ class Pool:
         assert len(orders) <= self.size, f"{len(orders)} orders: expected at most {self.size}"
         if self.is_busy:
             self.stop()
-        self.is_busy = True  # also of a start that is interrupted
+        self.is_busy = True  # also after an interrupted start
         if not self.processes:
             self._start()
         self.deadline = time.monotonic() + TIMEOUT

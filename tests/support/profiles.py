@@ -1,4 +1,4 @@
-"""Profiles of a step that no profiler has seen."""
+"""Made-up profiles of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pentad.schedules.simulate.timeline import Span
 
 
 def events_of(spans: Sequence[Span], *, kernels: bool, shift: float = 0.0) -> list[ProfileEvent]:
-    """Of every compute instruction of a rank its mark, an operator and, if it has `kernels`, one on stream 7 for half
+    """For every compute instruction of a rank: its mark, an operator and, with `kernels`, a kernel on stream 7 for half
     of the span; on a clock that is `shift` seconds ahead."""
     found = list[ProfileEvent]()
     for span in (span for span in spans if span.lane == "compute"):
@@ -24,7 +24,7 @@ def events_of(spans: Sequence[Span], *, kernels: bool, shift: float = 0.0) -> li
 
 
 def profile_of_spans(step: int, spans: Sequence[Span], *, kernels: bool = True, shift: float = 0.0) -> StepProfile:
-    """A step of the ranks of these spans, whose clocks are `shift` seconds ahead of theirs."""
+    """A profiled step of the ranks of these spans, on clocks that are `shift` seconds ahead of the spans'."""
     ranks = sorted({span.rank for span in spans})
     by_rank = {rank: [span for span in spans if span.rank == rank] for rank in ranks}
     packed = {rank: RankProfile(pack(events_of(its, kernels=kernels, shift=shift))) for rank, its in by_rank.items()}

@@ -1,4 +1,4 @@
-"""Plans with data-aware groups, and groups that no planner would choose: random ones of every size, of ranks in any
+"""Plans with data-aware groups, and groups that no planner would choose: random ones of every size, with ranks in any
 order, in every microbatch."""
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def grouped_plan(
     longer: tuple[int, ...] = (),
     **more: Any,
 ) -> Plan:
-    """Of documents of 2 to 48 tokens, of which most count. Steps may have as many microbatches as `longer` says."""
+    """A plan for documents of 2 to 48 tokens, most of which count. `longer` are other microbatch counts that steps may
+    have."""
     path = random_corpus(folder / f"corpus-{seed}", seed, 160, LENGTH, targets=0.7)
     data = data_of(path, document_mask=True, packing=packing, cache=str(folder))
 
@@ -53,8 +54,8 @@ def grouped_plan(
 
 
 def random_groups(rows: Sequence[np.ndarray], batch: BatchSpec, cp: int, ep: int = 1) -> tuple[StepGroups, Balance]:
-    """In place of `hybrid`: a function of the documents. Of shares with room, each document gets any. Where steps may
-    have more microbatches, every rank has a number of its own."""
+    """Replaces `hybrid`: a function of the documents. Each document gets any of the shares with room for it. If steps
+    may have more microbatches, every rank has its own number of them."""
     documents, pool = documents_of(rows), batch.replicas * cp
     random = np.random.default_rng(zlib.crc32(repr(documents).encode()))
     microbatches = len(rows) // (batch.replicas * batch.micro_batch_size)

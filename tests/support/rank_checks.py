@@ -1,4 +1,4 @@
-"""Ranks that search for flipped bits, with and without one."""
+"""Searches for flipped bits by ranks, with and without a flip."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pentad.schedules.spec.plan import Plan
 
 
 def assert_a_check_changes_nothing(workers: list[WorkerProcess], plan: Plan, steps: int) -> None:
-    """And that ranks without a fault agree."""
+    """Also asserts that ranks without a fault agree."""
     with ranks_of(workers, plan.mesh.size) as ranks:
         expected = uninterrupted(ranks, plan, steps)
         start_run(ranks, plan)
@@ -26,7 +26,7 @@ def assert_a_check_changes_nothing(workers: list[WorkerProcess], plan: Plan, ste
 
 
 def verdict_after(workers: list[WorkerProcess], plan: Plan, rank: int, where: str) -> Verdict | None:
-    """What a check says after a bit of a rank has flipped there (see `flip`)."""
+    """The result of a check after a bit of a rank was flipped (see `flip`)."""
     with ranks_of(workers, plan.mesh.size) as ranks:
         start_run(ranks, plan)
         call_all(ranks, "run", 0, 1)

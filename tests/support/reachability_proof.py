@@ -20,8 +20,8 @@ def partner(place: Place, part: Instruction) -> Place:
 
 
 class Facts(NamedTuple):
-    """`before[place]` is the bit set of instructions that end before `place` starts at any costs: bit k is the k-th of
-    `parts`. `home` maps a compute key to its rank."""
+    """`before[place]` is the bit set of instructions that end before `place` starts, whatever the costs; bit k is the
+    k-th of `parts`. `home` maps a compute key to its rank."""
 
     program: Program
     parts: dict[Place, Instruction]
@@ -53,7 +53,7 @@ def prove(program: Program, replicas: int) -> None:
 
 
 def _direct(program: Program, parts: dict[Place, Instruction]) -> dict[Place, set[Place]]:
-    """The direct dependencies of each instruction and those that rendezvous with it: by waits and by lanes."""
+    """The direct dependencies of each instruction, by waits and lanes, and the instructions that rendezvous with it."""
     together: dict[Place, list[Place]] = defaultdict(list)  # instructions that rendezvous
     for (rank, key), part in parts.items():
         if key.op in SENDS:
@@ -133,8 +133,8 @@ def _prove_slices(facts: Facts, stage: int, piece: int) -> None:
 
 
 def _prove_end(facts: Facts, rank: int, replicas: int) -> None:
-    """Gradients of a stage accumulate in microbatch order, those of one microbatch from the last slice to the first;
-    then shared ones are reduced; then the norm, then the step."""
+    """Asserts that gradients of a stage accumulate in microbatch order, within a microbatch from the last slice to the
+    first; then shared ones are reduced; then come the norm and the step."""
     mine = [(r, key) for r, key in facts.parts if r == rank]
     assert facts.earlier((rank, NORM), (rank, STEP))
     assert all(facts.earlier(place, (rank, NORM)) for place in mine if place[1].op in COMPUTE)
@@ -156,7 +156,7 @@ def _sum_order(piece: int, slices: int) -> tuple[int, int]:
 
 
 def _prove_slots(facts: Facts, rank: int) -> None:
-    """Asserts that of two tensors in one slot, one is last read before the other is received."""
+    """Asserts for any two tensors in one slot that one is last read before the other is received."""
     held: dict[tuple[Op, int], list[tuple[Place, Place]]] = defaultdict(list)
     for (r, key), part in facts.parts.items():
         if r == rank and key.op in RECEIVES:
@@ -172,8 +172,8 @@ def _prove_slots(facts: Facts, rank: int) -> None:
 
 def stuck(program: Program, *, buffered: bool = False) -> set[tuple[int, int]]:
     """(rank, index) of actions that never end if lanes run in order and the host launches nothing after a compute
-    action until it has ended. A transfer ends when both of its ends are reached; with `buffered` a send ends at
-    once."""
+    action until it has ended. A transfer ends when both of its ends are reached; with `buffered` a send ends at once.
+    """
     where = {(rank, u.key): (rank, i) for rank, s in enumerate(program.streams) for i, u in enumerate(s)}
     where |= {
         (rank, p.key): (rank, i) for rank, s in enumerate(program.streams) for i, u in enumerate(s) for p in u.parts

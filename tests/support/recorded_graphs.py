@@ -1,7 +1,7 @@
-"""CUDA graphs on a CPU: what a step enqueues is recorded, and repeated with the same tensors and constants.
+"""CUDA graphs on a CPU: what a step enqueues is recorded, and replayed on the same tensors with the same constants.
 
-As on a GPU, memory is only as old as the program says: what the host has let go of before a graph is captured holds nan
-whenever that graph is launched, so that whoever reads it later does not get what it expects.
+As on a GPU, a graph's memory may be reused: what the host has released before a graph is captured is filled with NaN at
+every launch of that graph, so that whoever reads it later gets wrong values.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ HOST_READS = {torch.ops.aten._local_scalar_dense.default}
 
 
 def record_graphs(runner: Runner) -> None:
-    """Has a connected rank on a CPU launch steps as its plan says."""
+    """Lets a connected rank on a CPU launch steps as its plan says."""
     if runner.plan.cuda_graphs and runner.plan.device == "cpu":
         assert runner.executor is not None
         runner.executor.graphs = StepGraphs(RecordedMemory())
 
 
 class Call(NamedTuple):
-    """`results` are those that are new memory, by their number among what the function returns."""
+    """`results` are those in new memory, by their index in what the function returns."""
 
     function: Any
     args: Any
@@ -47,11 +47,11 @@ class Call(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Runs what it records."""
+    """Records calls, and runs them."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else each rank imports torch._dynamo, which takes seconds."""
+        """Otherwise each rank imports torch._dynamo, which takes seconds."""
         return False
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class Recorder(TorchDispatchMode):
         found = function(*args, **kwargs)
         results = {n: each for n, each in enumerate(tree_leaves(found)) if isinstance(each, Tensor)}
         new = {number: each.detach() for number, each in results.items() if storage_id(each) not in given}
-        if new or not results or function._schema.is_mutable or function.namespace == "c10d":  # no view
+        if new or not results or function._schema.is_mutable or function.namespace == "c10d":  # not a view
             args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             self.calls.append(Call(function, args, kwargs, new))
         return found
 
 
 class RecordedGraph:
-    """The first launch does nothing, since recording has run everything."""
+    """Its first launch does nothing, as everything already ran while being recorded."""
 
     def __init__(self, memory: RecordedMemory) -> None:
         self.memory, self.calls, self.is_new = memory, list[Call](), True
@@ -101,12 +101,12 @@ class RecordedGraph:
 
 
 class RecordedMemory:
-    """What all graphs of a rank have allocated, and how many tensors of theirs share it."""
+    """What all graphs of a rank have allocated, and how many of their tensors share it."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}
         self.recorded: Counter[int] = Counter()
-        self.graphs: list[RecordedGraph] = []  # all of them, lest another tensor have the number of one that is gone
+        self.graphs: list[RecordedGraph] = []  # kept alive, so that no new tensor gets the id of one that is gone
 
     def graph(self) -> RecordedGraph:
         self.graphs.append(RecordedGraph(self))
@@ -127,15 +127,15 @@ class RecordedMemory:
         self.recorded.update(storage_id(each) for call in calls for each in call.tensors())
 
     def take_stale(self) -> list[Tensor]:
-        """What only graphs refer to, and did not when this was called last."""
-        counts = {key: torch._C._storage_Use_Count(key) - 1 for key in self.tensors}  # without Python's own object
+        """Tensors that now only graphs refer to, and that were not yet returned."""
+        counts = {key: torch._C._storage_Use_Count(key) - 1 for key in self.tensors}  # not counting Python's own object
         stale = [key for key, count in counts.items() if count == self.recorded[key]]
         return [found for found in map(self.tensors.pop, stale) if found.is_floating_point()]
 
 
 @contextmanager
 def unrecorded_waits() -> Iterator[None]:
-    """gloo copies some results when somebody waits for them, from memory of its own."""
+    """gloo copies some results from its own memory when they are awaited; such waits are not recorded."""
     real = host_waits.wait
 
     def wait(works: Sequence[LayerWork]) -> None:

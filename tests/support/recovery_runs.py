@@ -1,4 +1,4 @@
-"""Runs of `fake_ray` that recover: their meshes, and what befalls their ranks."""
+"""Runs of `fake_ray` that recover: their meshes, and what happens to their ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pentad.orchestrator.run import driver
 from pentad.workers.checkpoint.checkpoint import Start
 
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state
-LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # no rank's state is anywhere else
+LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # the state of a rank is nowhere else
 SAVES = (*LINE, "checkpoint.every=4", "checkpoint.every_seconds=0")
 SHRINKS = ("elastic.min_ranks=2", "elastic.wait_seconds=1")
 StartRun = Callable[..., FakeRun]
@@ -24,7 +24,7 @@ def damage(run: FakeRun, step: int) -> None:
 
 
 def once(method: str, number: int, do: Callable[[Rank], None]) -> Callable[[Rank, str], None]:
-    """Does something to a rank at its first call of a method."""
+    """Calls `do` on a rank at its first call of a method."""
     done: list[str] = []
 
     def on_call(rank: Rank, name: str) -> None:

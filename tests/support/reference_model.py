@@ -27,13 +27,13 @@ class GlobalBatch(NamedTuple):
 
     inputs: torch.Tensor
     following: torch.Tensor  # the tokens after them
-    is_target: torch.Tensor  # which of those have a loss
+    is_target: torch.Tensor  # which of those count in the loss
     documents: torch.Tensor
 
 
 def train(plan: Plan, batches: list[GlobalBatch], sets: list[torch.Tensor] | None = None) -> Trained:
-    """One step for each batch, in which experts are balanced over tokens with the same index in `sets` [sequences, S],
-    except for negative ones; None: over each microbatch.
+    """One step for each batch. Experts are balanced over tokens with the same index in `sets` [sequences, S], not
+    counting negative ones; None: over each microbatch.
 
     Losses are those of the next token, gradients are before clipping, and the last weights include router biases.
     """
@@ -55,7 +55,7 @@ def train(plan: Plan, batches: list[GlobalBatch], sets: list[torch.Tensor] | Non
 
 
 def _train_adapters(plan: Plan, lora: LoraSpec, base: list[Tensor], batches: list[GlobalBatch]) -> Trained:
-    """Adapters alone are parameters; every matrix is used as W + alpha / rank B A."""
+    """Only adapters are parameters; every matrix is used as W + alpha / rank B A."""
     frozen = {each.name: initial_values(each, plan.seed).double() for each in base} | zero_biases(plan)
     adapters = adapter_tensors(lora, base)
     p = {each.name: initial_values(each, plan.seed).double().requires_grad_() for each in adapters}
@@ -67,7 +67,7 @@ def _train_adapters(plan: Plan, lora: LoraSpec, base: list[Tensor], batches: lis
 
 
 def merged(model: ModelSpec, lora: LoraSpec, frozen: State, adapters: State) -> State:
-    """The weights that a model with merged adapters has."""
+    """The weights of a model with merged adapters."""
     found = dict(frozen)
     for name, weight in frozen.items():
         layer, tensor = ".".join(name.split(".")[:2]), ".".join(name.split(".")[2:])
@@ -84,7 +84,7 @@ def merged(model: ModelSpec, lora: LoraSpec, frozen: State, adapters: State) -> 
 
 
 def _modules(model: ModelSpec, tensor: str, weight: torch.Tensor, targets: tuple[str, ...]) -> dict[str, int]:
-    """The modules whose weights are a tensor of a layer, with their numbers of rows; none if no target is among
+    """The modules whose weights make up a tensor of a layer, with their numbers of rows; empty if no target is among
     them."""
     q, kv = model.heads * model.qk_head_dim, model.kv_heads * model.qk_head_dim
     one = {
@@ -123,7 +123,7 @@ def optimize(
         for name, t in p.items()
         if name not in muons
     ]
-    groups = groups or [{"params": [torch.zeros(1)]}]  # torch refuses to have none
+    groups = groups or [{"params": [torch.zeros(1)]}]  # torch refuses an empty list
     adam = torch.optim.AdamW(groups, lr=1.0, betas=(spec.beta1, spec.beta2), eps=spec.eps)
     losses, gradients, norms = [], [], []
     for step in range(steps):
@@ -162,8 +162,8 @@ def _weight_decay(spec: OptimizerSpec, name: str, tensor: torch.Tensor) -> float
 def _mean_losses(
     plan: Plan, p: State, batch: GlobalBatch, sets: torch.Tensor | None = None, history: AmaxHistory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss of the next token, sum of all losses): means over target tokens; experts are balanced in each microbatch,
-    and its loss is a mean over these; or in each of the `sets`."""
+    """(loss of the next token, sum of all losses): means over target tokens. Experts are balanced in each microbatch,
+    and their loss is a mean over these; or in each of the `sets`."""
     is_split = sets is None and is_by_microbatch(plan)
     rows = plan.batch.micro_batch_size if is_split else len(batch.inputs)
     weights = p if plan.fp8 is None else in_8_bits(p, plan.fp8, plan.model.layers, history)
@@ -178,7 +178,7 @@ def _mean_losses(
 
 
 def is_by_microbatch(plan: Plan) -> bool:
-    """Whether results depend on what is in a microbatch."""
+    """Whether results depend on which samples share a microbatch."""
     return plan.fp8 is not None or (plan.model.experts is not None and plan.model.experts.aux_loss_coef > 0)
 
 
@@ -191,7 +191,7 @@ def zero_biases(plan: Plan) -> State:
 
 
 def _update_biases(plan: Plan, p: State, bias: State, batch: GlobalBatch, sets: torch.Tensor | None) -> None:
-    """Moves router biases towards an even load, in place of the dictionary's values."""
+    """Moves router biases towards an even load, replacing the dictionary's values."""
     experts = plan.model.experts
     if not bias or experts is None:
         return

@@ -1,6 +1,6 @@
-"""Muon in a single process, in the dtype of its tensors: torch.optim.Muon casts to bfloat16, which no law survives.
+"""Muon in a single process, in the dtype of its tensors; torch.optim.Muon casts to bfloat16, too coarse for any law.
 
-The update is torch.optim.Muon's otherwise, matrix by matrix: fused projections and stacks of experts come apart first.
+Otherwise the update is torch.optim.Muon's, matrix by matrix: fused projections and stacks of experts are split first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ENDS = ("embedding", "head", "router")
 
 
 def is_muons(name: str, tensor: torch.Tensor) -> bool:
-    """Whether Muon updates a tensor: matrices inside layers, but no router."""
+    """Whether Muon updates a tensor: a matrix inside a layer, but not a router."""
     return tensor.dim() - (".experts." in name) > 1 and not name.endswith(ENDS)
 
 

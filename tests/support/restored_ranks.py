@@ -1,4 +1,4 @@
-"""What a rank of a benchmark does until it begins to train, with one that is late."""
+"""What a benchmark's rank does until it begins to train, with late ranks."""
 
 from __future__ import annotations
 

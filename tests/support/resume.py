@@ -22,13 +22,13 @@ def commit(folder: Path, step: int, entries: list[dict]) -> None:
 
 
 def save_and_resume(fleet, plan, folder: Path, step: int, calls, *, before=None) -> list:
-    """Saves a plan's state at a step and resumes from it, with another plan `before` the save if one is given."""
+    """Saves a plan's state at a step and resumes from it; `before`, if given, is the plan used until the save."""
     run_and_save(fleet, before or plan, step, folder)
     return fleet.run(plan, calls, restore=str(folder))
 
 
 def assert_repeatable(fleet, plan, tmp_path: Path) -> None:
-    """Four steps have the same bits in one call, in three, and after a stop in the middle."""
+    """Asserts that four steps have the same bits in one call, in three, and after a stop in the middle."""
     once = fleet.run(plan, [(0, 4)])
     again = fleet.run(plan, [(0, 1), (1, 2), (3, 1)])
     resumed = save_and_resume(fleet, plan, checkpoint.folder_of(tmp_path, 2), 2, [(2, 2)])

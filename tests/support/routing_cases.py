@@ -22,7 +22,8 @@ SORTS = [(4, 8, 2, 2, 3), (1, 4, 4, 0, 4), (70, 8, 3, 4, 4), (33, 5, 2, 0, 1), (
 
 
 def check_choice(tokens: int, num_experts: int, gate: Gate, biased: bool, device: str) -> None:
-    """Scores and weights are close to float64's, and experts those that torch chooses by the kernel's own scores."""
+    """Asserts that scores and weights are close to float64's, and that experts are those torch chooses by the kernel's
+    scores."""
     logits = torch.randn(tokens, num_experts, device=device)
     bias = torch.randn(num_experts, device=device) / 10 if biased else None
     scores, experts, weights, load = moe_router_triton.choose_experts(logits, bias, gate)
@@ -51,7 +52,7 @@ def check_backward(tokens: int, num_experts: int, gate: Gate, more: bool, dtype:
 
 
 def check_sort(tokens: int, num_experts: int, top_k: int, first: int, local: int, device: str) -> None:
-    """The rows in use, and where each choice's row is, are exactly torch's."""
+    """Asserts that the rows in use, and the row of each choice, are exactly torch's."""
     experts = torch.rand(tokens, num_experts, device=device).argsort(1)[:, :top_k].contiguous()
     weights = torch.rand(tokens, top_k, device=device)
     found, expected = (

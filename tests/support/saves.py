@@ -1,4 +1,4 @@
-"""Checkpoints of rank processes, at rest and beside training."""
+"""Checkpoints of rank processes, saved at rest and while training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensors_of(folder: Location) -> dict[str, torch.Tensor]:
 
 
 def saved_at_rest(workers: list[WorkerProcess], plan: Plan, root: Path, *steps: int) -> tuple[dict, dict]:
-    """Saves after each of these steps, which are closed; returns the losses and the state at the end."""
+    """Saves after each of these steps, which are closed; returns the losses and the final state."""
     start_run(workers, plan)
     done, first = [], 0
     for step in steps:
@@ -37,19 +37,19 @@ def saved_at_rest(workers: list[WorkerProcess], plan: Plan, root: Path, *steps: 
 
 
 def written(workers: list[WorkerProcess], folder: Path, step: int) -> list[tuple[WorkerProcess, int]]:
-    """Has every rank write its snapshot of this many steps, beside what it does."""
+    """Starts writing every rank's snapshot of this many steps in the background."""
     return [(worker, worker.call_beside("write", str(folder), step)) for worker in workers]
 
 
 def committed(asked: list[tuple[WorkerProcess, int]], folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Commits what `written` has asked for; returns the tensors."""
+    """Commits what `written` has started; returns the tensors."""
     commit(folder, step, [entry for worker, number in asked for entry in worker.answer(number).entries])
     return tensors_of(folder)
 
 
 def assert_saved_beside_training(ranks: list[WorkerProcess], plan: Plan, root: Path) -> None:
-    """Steps 3 and 5, whose checkpoints are copied and written while the next steps run, and 8, the last one, have the
-    bits of checkpoints at rest, and the run those of one without checkpoints."""
+    """Asserts that checkpoints of steps 3 and 5, copied and written while the next steps run, and of step 8, the last
+    one, have the bits of checkpoints at rest, and that the run has those of one without checkpoints."""
     expected = saved_at_rest(ranks, plan, root / "rest", 3, 5, 8)
     start_run(ranks, plan)
     folders = {step: checkpoint.folder_of(root / "beside", step) for step in (3, 5, 8)}

@@ -1,6 +1,7 @@
-"""The Ray cluster that test files share: it starts when a test first asks for it and stops before a file without it.
+"""The Ray cluster that test files share: it starts when a test first asks for it and stops before a file that does not.
 
-Four CPUs, four GPUs that only Ray believes in, a dashboard, a token; its processes find this Python and the helpers.
+It has four CPUs, four GPUs that only Ray believes in, a dashboard and a token; its processes find this Python and the
+helpers.
 """
 
 from __future__ import annotations
@@ -50,6 +51,6 @@ def _start() -> clusters.Cluster:
         )
         cluster = _open.enter_context(start_cluster(ClusterSection(device="cpu"), RANKS))
     assert cluster.token_file is not None
-    # As `ray start` does: otherwise a job might join another cluster on this machine.
+    # As `ray start` does; otherwise a job might join another cluster on this machine.
     ray._private.utils.write_ray_address(cluster.address, str(cluster.token_file.parent / "ray"))
     return cluster

@@ -4,7 +4,8 @@ import re
 
 from paths import TESTS
 
-# Files whose tests share one Ray cluster (see shared_cluster), and those that start others, in the order they run in.
+# Files whose tests share one Ray cluster (see shared_cluster), and those that start others, in the order in which they
+# run.
 SHARED_CLUSTER = (
     "tests/orchestrator/cluster/test_group.py",
     "tests/orchestrator/run/test_driver.py",
@@ -35,18 +36,18 @@ OWN_CLUSTERS = (
 ORDER = (*SHARED_CLUSTER, *OWN_CLUSTERS)
 INDEPENDENT = "tests/chaos/test_chaos.py"  # runs long, and its tests share nothing
 FILES = [path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")]
-# What uses processes of ranks, which are forked from one server in each process of the run: it takes seconds to start.
+# Tests that use rank processes, which are forked from one server in each process of the run; it takes seconds to start.
 RANKS = re.compile(r"fleet|worker_processes|from pool|rank_checks|(calibrated|cp|expert|network)_ranks")
 FLEET = {name for name in FILES if name not in ORDER and RANKS.search((TESTS.parent / name).read_text("utf-8"))}
 
 
-FEW = 3  # processes, of which one that starts ranks keeps the cores of a small machine busy
+FEW = 3  # processes; with these, one that starts ranks keeps the cores of a small machine busy
 
 
 def group_of(test: str, processes: int = FEW) -> str:
-    """The group of a test by its node ID. A group runs in one process, in order: all files that share the cluster, all
-    that start others, all that use processes of ranks, and each other file by itself, or each test of it. Where there
-    are more than a few processes, each test that uses ranks is a group."""
+    """The group of a test, by its node ID. A group runs in one process, in order: all files that share the cluster, all
+    that start others, all that use rank processes, and each other file, or each test of it, by itself. With more than a
+    few processes, each test that uses ranks is a group."""
     file = file_of(test)
     if file == INDEPENDENT:
         return test
@@ -62,6 +63,6 @@ def file_of(test: str) -> str:
 
 
 def position(test: str) -> int:
-    """Sorts tests: the three long groups first, so that short ones fill up."""
+    """Sort key of a test: the three long groups come first, so that short ones fill the gaps."""
     file = file_of(test)
     return ORDER.index(file) if file in ORDER else len(ORDER) + (file not in FLEET)

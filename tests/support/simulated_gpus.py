@@ -17,7 +17,7 @@ from pentad.workers.transport.stream_flags import FlagWait, FlagWrite
 
 Condition = Callable[[], bool]
 Lane = tuple[int, str]  # rank and name
-CHANGES = 0.05  # how often another order of preference takes over
+CHANGES = 0.05  # probability that another order of preference takes over
 
 
 class Task(NamedTuple):
@@ -26,7 +26,7 @@ class Task(NamedTuple):
 
 
 class Lanes(TorchDispatchMode):
-    """The lanes of all ranks. While it is entered, a copy between tensors is enqueued on the current lane."""
+    """The lanes of all ranks. While entered, a copy between tensors is enqueued on the current lane."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Lanes(TorchDispatchMode):
 
     @contextmanager
     def moved_to(self, lane: Lane | None) -> Iterator[None]:
-        """What is enqueued within goes to this lane; None: to the current one."""
+        """Within the block, work is enqueued on this lane; None: on the current one."""
         before, self.current = self.current, self.current if lane is None else lane
         yield
         self.current = before
@@ -57,8 +57,8 @@ class Lanes(TorchDispatchMode):
 
 
 class SimulatedFlags:
-    """Flags of one rank or of all, with their first `values`; same interface as `StreamFlags`. Waits for what is
-    `ignored`, an event or a bit, end at once."""
+    """Flags of one rank or of all, with initial `values`; same interface as `StreamFlags`. Waits for what is `ignored`,
+    an event or a bit, end immediately."""
 
     def __init__(self, lanes: Lanes, ignored: str | int = "", values: Mapping[Hashable, int] | None = None) -> None:
         self.lanes, self.values, self.ignored = lanes, Counter[Hashable](values), ignored
@@ -128,8 +128,8 @@ class SimulatedMemory:
 
 
 class SimulatedAllReduce:
-    """NCCL's of each group of ranks, which ends on none before it has begun on all; the k-th on one rank is the k-th on
-    every other one."""
+    """NCCL's all-reduce of each group of ranks: it ends on none before it has begun on all; the k-th call on one rank
+    matches the k-th on every other one."""
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes, self.counts = lanes, Counter[tuple[int, tuple[int, ...]]]()
@@ -146,8 +146,8 @@ class SimulatedAllReduce:
 
 
 def run_in_some_order(lanes: Lanes, hosts: Iterable[Iterator[Condition]], random: Random) -> None:
-    """Runs hosts, which yield the condition that they wait for, and lanes until all are done; fails if none can go
-    on. Some go on as long as they can while others stand still."""
+    """Runs hosts, which yield the condition that they wait for, and lanes until all are done; fails if none can
+    continue. Some run for as long as they can while others stand still."""
     waiting: dict[int, tuple[Iterator[Condition], Condition]] = {
         number: (host, lambda: True) for number, host in enumerate(hosts)
     }

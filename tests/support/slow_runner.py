@@ -17,7 +17,7 @@ from pentad.workers.parallel.async_ops import Task
 from pentad.workers.runtime.runner import Runner
 
 COMMAND = (sys.executable, "-P", "-m", "slow_runner")
-FACTOR = 4  # large, as on a busy machine a rank takes twice as long as another without a reason
+FACTOR = 4  # large, since on a busy machine a rank may take twice as long as another for no reason
 
 
 class SlowRunner(Runner):

@@ -15,7 +15,7 @@ FILE = "stage-000.safetensors"
 
 
 def save_small(folder: Location, step: int, meta: dict[str, Any] | None = None) -> None:
-    """Writes the checkpoint after `step` steps; again, if it is there."""
+    """Writes the checkpoint after `step` steps, replacing an existing one."""
     storage = storage_of(folder)
     storage.make_folder(folder)
     file, content = storage.new_name(FILE), safetensors.numpy.save({"steps": np.array(step)})
@@ -25,7 +25,7 @@ def save_small(folder: Location, step: int, meta: dict[str, Any] | None = None) 
 
 
 def problem_of(folder: Location) -> PentadError | None:
-    """What a rank that reads all files finds wrong."""
+    """The problem that a rank reading all files would find."""
     try:
         opened = open_checked(folder)
         for file in {piece.file for pieces in opened.tensors.values() for piece in pieces}:

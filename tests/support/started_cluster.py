@@ -17,7 +17,7 @@ DASHBOARD_SECONDS = 60.0
 
 @contextmanager
 def start_cluster(section: ClusterSection, ranks: int) -> Iterator[Cluster]:
-    """Starts the cluster that the config asks for, or joins it, and leaves it; a local one ends then."""
+    """Starts or joins the configured cluster, and leaves it; a local one ends then."""
     with launch(section, ranks) as head, join(section, ranks, head) as cluster:
         cluster.start_dashboard()
         if head is not None and head.dashboard:
@@ -31,7 +31,7 @@ def _wait_for_dashboard(head: LocalHead) -> None:
         try:
             urllib.request.urlopen(f"{head.dashboard}/api/version", timeout=DASHBOARD_SECONDS).close()
             return
-        except urllib.error.HTTPError:  # it wants the token
+        except urllib.error.HTTPError:  # the dashboard wants the token
             return
         except OSError:
             time.sleep(0.05)

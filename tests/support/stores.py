@@ -12,7 +12,7 @@ from pentad.workers.checkpoint.storage import read_bytes, storage_of
 
 
 def place(kind: str, folder: Path) -> Location:
-    """`folder`: itself, or as a store that pyarrow opens, whose files are there."""
+    """The `folder` itself, or a store that pyarrow opens with its files in there."""
     return RemotePath.from_uri(f"file://{folder}") if kind == "store" else folder
 
 
@@ -27,6 +27,6 @@ def shards_in(folder: Location) -> list[Location]:
 
 
 def without_grace(monkeypatch: pytest.MonkeyPatch, root: Location) -> None:
-    """Files that no manifest lists are nobody's at once."""
+    """Makes files that no manifest lists count as abandoned at once."""
     if not isinstance(root, Path):
         monkeypatch.setattr(storage_of(root), "grace_seconds", 1e-9)

@@ -1,5 +1,4 @@
-"""In place of a trial's process: one that starts another in a session of its own, and then stops, which no request to
-end gets it out of."""
+"""Replaces a trial's process: starts another one in its own session, and then stops, so that no request can end it."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Rows of a sweep's page: five that were measured, one pruned, one that failed."""
+"""Rows of a sweep's page: five measured, one pruned, one failed."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class ThreadFlags:
 
 
 def on_ranks(count: int, elements: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
-    """What `work` returns on each of the ranks, which are threads."""
+    """What `work` returns on each of `count` ranks, which are threads."""
     slots = {rank: torch.full((SLOTS, elements), torch.nan, dtype=torch.float64) for rank in range(count)}
     memory = SimulatedMemory({rank: {AXIS: each.view(-1)} for rank, each in slots.items()})
     flags = ThreadFlags(flags_of(range(count)))

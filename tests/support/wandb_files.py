@@ -26,7 +26,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    at, parts = HEADER, b""  # the file has a header of its own
+    at, parts = HEADER, b""  # the file has its own header
     while at + HEADER <= len(data):
         if BLOCK - at % BLOCK < HEADER:  # padding at the end of a block
             at += BLOCK - at % BLOCK

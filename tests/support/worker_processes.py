@@ -82,7 +82,7 @@ class WorkerProcess:
         os.kill(self.process.pid, number)
 
     def stop(self) -> None:
-        self.process.kill()  # it may have ended by itself, when it lost a peer
+        self.process.kill()  # it may have ended by itself after losing a peer
         self.process.join(10)
         self.end.close()
 
@@ -137,7 +137,7 @@ def uninterrupted(workers: list[WorkerProcess], plan: Plan, steps: int) -> tuple
 def without_a_driver(
     workers: list[WorkerProcess], plan: Plan, steps: int
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Loss and gradient norm of each step, and the state after them, of the ranks that a driver would have on Ray."""
+    """Loss and gradient norm of each step, and the final state, of the ranks that a driver would have on Ray."""
     ranks = workers[: plan.mesh.size]
     start_run(ranks, plan)
     results = call_all(ranks, "run", 0, steps)
@@ -188,9 +188,9 @@ def recover(workers: list[WorkerProcess], lost: list[int], plan: Plan, generatio
 
 
 def check_recovery(workers: list[WorkerProcess], plan: Plan, steps: int, fault: int | None) -> None:
-    """Runs the steps once without a fault and once with one of rank 1, and compares all bits.
+    """Runs the steps once without a fault and once with a fault of rank 1, and compares all bits.
 
-    The fault is a signal, or an error of the rank's own (None).
+    `fault` is a signal; None: an error that the rank raises.
     """
     with ranks_of(workers, plan.mesh.size) as ranks:
         _check_recovery(ranks, plan, steps, fault)
@@ -284,7 +284,7 @@ def _serve(end: Any, stacks: Path) -> None:
             except (EOFError, OSError):
                 os._exit(0)
             if how == "now":
-                if order[0] == "fence":  # after which the train thread has to come free
+                if order[0] == "fence":  # the train thread has to become free after it
                     faulthandler.dump_traceback_later(30, file=file)
                 execute(number, *order)
             elif how == "beside":
@@ -315,7 +315,7 @@ def _version(runner: Any) -> int:
 
 
 def _cancel(runner: Any) -> None:
-    """What the release of a host's flags does first."""
+    """What releasing a host's flags does first."""
     runner.executor.optimizer_step.cancel()
 
 
@@ -328,7 +328,7 @@ def _state(runner: Any) -> dict[str, torch.Tensor]:
 
 
 def _fail_at(runner: Any, step: int) -> None:
-    """Makes the rank fail at the end of NORM of a step, when its part is complete and the other ranks know that."""
+    """Makes the rank fail at the end of a step's NORM, when its part is complete and the other ranks know that."""
     optimizer_step = runner.executor.optimizer_step
     real = optimizer_step.reduce_norm
 

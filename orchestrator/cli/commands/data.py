@@ -54,7 +54,7 @@ def build(
 
 
 class _ProgressLine(AbstractContextManager["_ProgressLine"]):
-    """Notes, and one line on stderr that is rewritten; where it cannot be, a line now and then."""
+    """Notes, and one line on stderr that is rewritten; if it cannot be, prints a new line now and then."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
@@ -78,7 +78,7 @@ class _ProgressLine(AbstractContextManager["_ProgressLine"]):
 
 
 def progress_text(progress: BuildProgress) -> str:
-    """'encoding: 41 of 97 MB, 18.2 MB/s, 3 s left'; what is left is known once a part is done."""
+    """'encoding: 41 of 97 MB, 18.2 MB/s, 3 s left'; the time left is known once a part is done."""
     megabytes, rate = progress.characters / 1e6, progress.characters / 1e6 / max(progress.seconds, 1e-9)
     text = f"{progress.phase}: {megabytes:,.0f} MB of text, {rate:.1f} MB/s"
     if 0 < progress.bytes < progress.total:
@@ -126,7 +126,7 @@ def inspect(
 
 
 def _length_bars(lengths: list[dict[str, int]], width: int) -> Text:
-    """A line for each bin of lengths: its documents, its share of the tokens, and a bar as long as that share."""
+    """A line for each range of lengths: its documents, its share of the tokens, and a bar as long as that share."""
     names = [f"{each['shortest']:,} to {each['longest']:,}" for each in lengths]
     counts = [f"{each['documents']:,}" for each in lengths]
     total = max(1, sum(each["tokens"] for each in lengths))
@@ -144,7 +144,7 @@ def _length_bars(lengths: list[dict[str, int]], width: int) -> Text:
 
 
 def _marked(segments: list[dict[str, Any]], masked: bool, colour: bool) -> Text:
-    """The text of a sample, with what is trained in bold green, or in angle quotes where there are no colours."""
+    """The text of a sample. Trained parts are bold and green, or in angle quotes if there are no colours."""
     text = Text()
     for segment in segments:
         trained, words = masked and segment["trained"], _printable(segment["text"])

@@ -83,8 +83,8 @@ def _refuse(options: Sequence[str], expected: str) -> None:
 def _show_profile(
     folder: Path, step: int | None, console: Console, *, explain: bool, trace: Path | None, as_json: bool
 ) -> None:
-    """The kernels of a profiled step by op, written to a trace too (default: beside the profile); or, with `explain`,
-    below what the step's time went into."""
+    """The kernels of a profiled step by op, also written to a trace (default: beside the profile); with `explain`,
+    below where the step's time went."""
     from pentad.orchestrator.api.explanation import explain as explained
     from pentad.orchestrator.cli.show_schedule import output_file
     from pentad.orchestrator.diagnosis.kernels import profile_of
