@@ -56,25 +56,25 @@ class DataSection(Section):
     holdout: float = Field(default=0.0, ge=0, le=0.5)
     """share of the tokens that is held out from training for evaluation: the last documents of each corpus"""
     packing: Literal["windows", "documents"] = "windows"
-    """what a sequence holds: a window of all documents one after another, cut where it ends; or documents, as many as
-    fit, cut only if they are longer than a sequence"""
+    """what a sequence holds. windows: a window of all documents laid end to end, cut where it ends; documents: as many
+    documents as fit, of which only those longer than a sequence are cut"""
     document_mask: bool = False
-    """attend only within a document where a sequence holds several"""
+    """attend only within a document if a sequence holds several"""
     eod_mask_loss: bool | None = None
     """no loss where the end of a document would predict the start of the next; null: as data.document_mask"""
     balance: Literal["none", "documents", "dynamic"] = "none"
-    """how a step is divided over ranks and microbatches: sequences in the order in which they are drawn; sequences by
-    the work of their documents, so that replicas have as equal work as possible; or document by document, each on as
-    many of the dp x ep x cp ranks as it needs, which change with every step"""
+    """how a step is divided over ranks and microbatches. none: sequences in the order drawn; documents: sequences
+    placed by the work of their documents, so that replicas have as equal work as possible; dynamic: document by
+    document, each on as many of the dp x ep x cp ranks as it needs, chosen anew in every step"""
     document_costs: CostsOrAuto = "auto"
-    """how long a document takes the ranks among which balance divides, beside 1 for each of its tokens: for the square
-    of its tokens, which is attention, and for each token that ranks of a group pass to each other, such as
-    [2.0e-5, 0.01]. auto: by the rates of the plan; a resumed run keeps its costs"""
+    """cost of a document in balance, relative to 1 for each of its tokens: a factor on the square of its tokens, for
+    attention, and one on each token that the ranks of a group pass to each other, such as [2.0e-5, 0.01]. auto: by the
+    rates of the plan; a resumed run keeps its costs"""
     capacity_factor: FactorOrAuto = 1.25
-    """with balance dynamic, the most tokens that a rank holds of a microbatch, over those that it would have if all
-    ranks had equally many. auto: as many as its memory has room for, up to 3 times; a resumed run keeps its factor"""
+    """with balance dynamic, the most tokens of a microbatch on one rank, relative to an equal division over all ranks.
+    auto: as many as its memory has room for, up to 3 times; a resumed run keeps its factor"""
     microbatch_factor: Factor = 1.0
-    """with balance dynamic, the most microbatches that a pipeline has in a step, over schedule.microbatches"""
+    """with balance dynamic, the most microbatches of a pipeline in a step, relative to schedule.microbatches"""
     cache: Text = "~/.cache/pentad"
     """folder in which built-in corpora are built"""
 

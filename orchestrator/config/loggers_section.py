@@ -20,7 +20,7 @@ class WandbSection(Section):
     project: Text = Field(default="pentad", description="project of the run")
     entity: Text | None = Field(default=None, description="user or team; null: that of the key")
     mode: Literal["online", "offline"] = "online"
-    """offline: log to the folder wandb of the run's only, for `wandb sync`"""
+    """offline: log only to the wandb folder of the run, for `wandb sync`"""
 
 
 class MlflowSection(Section):

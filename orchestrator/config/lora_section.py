@@ -22,7 +22,7 @@ class LoraSection(Section):
     rank: Count | None = None
     """rank of the adapters; null: all parameters are trained, without adapters"""
     alpha: PositiveFloat = 16.0
-    """what the adapters add counts alpha / rank times"""
+    """the output of the adapters is multiplied by alpha / rank"""
     targets: list[Text] = Field(default=["q_proj", "k_proj", "v_proj", "o_proj"])
     """what gets adapters, by the names of PEFT: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; of phi3
     qkv_proj, o_proj, gate_up_proj, down_proj; of deepseek-v3's attention q_a_proj, q_b_proj, kv_a_proj_with_mqa,

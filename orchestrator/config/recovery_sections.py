@@ -25,8 +25,8 @@ class CheckpointSection(Section):
     every_seconds: NonNegativeFloat = 600.0
     """seconds of training after which a checkpoint is saved, whatever the step; 0: none by time"""
     hang_seconds: PositiveFloat = 300.0
-    """shortest time in which storage takes nothing of a checkpoint, after which neither training nor the end of a run
-    waits for it any longer"""
+    """shortest time without progress of a write after which neither training nor the end of a run waits for a
+    checkpoint any longer"""
     at_end: bool = True
     """save a checkpoint as well when the run ends or is stopped; false: what came after the last one is lost"""
     keep: Count = Field(default=2, description="newest checkpoints to keep; older ones are deleted")
@@ -35,8 +35,8 @@ class CheckpointSection(Section):
     restart_if_damaged: bool = False
     """begin a run again if all its checkpoints are damaged or gone; false: it ends with an error"""
     keep_best: bool | Text = False
-    """besides those, keep the checkpoint with the lowest evaluation loss: of the data set of this name, or with true
-    their mean"""
+    """also keep the checkpoint with the lowest evaluation loss: that of the data set with this name or, with true, the
+    mean of all"""
 
     def rules(self) -> Iterator[Broken | str]:
         if self.path is not None and has_credentials(self.path):
@@ -61,25 +61,25 @@ class ElasticSection(Section):
     (docs/faulty-ranks.md)"""
     spares: CountOrZero | None = None
     """processes that wait on the ranks' nodes, with everything imported, to take the place of a lost rank. Each takes
-    host memory there, and no GPU. null: ranks on CPUs have as many as one of their nodes has ranks, on nodes without
+    host memory there, and no GPU. null: for ranks on CPUs, as many as one of their nodes has ranks, on nodes without
     ranks that have room for them"""
     replicate_every: CountOrZero = 0
     """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
     failure_domain: Text | None = None
-    """label of Ray's nodes, such as a rack, with the same value on those that fail together: copies of
-    elastic.replicate_every go to ranks of others; null: each node fails alone"""
+    """label of Ray's nodes, such as a rack, with the same value on nodes that fail together: copies of
+    elastic.replicate_every go to ranks with another value; null: each node fails alone"""
     check_every: CountOrZero = 0
     """steps between searches for flipped bits: replicas compare their states, and what they compute of a microbatch.
     One precedes every checkpoint; 0: none"""
     check_policy: Literal["stop", "evict"] = "stop"
-    """what follows if ranks differ. stop: the run ends, without a checkpoint; evict: all go back to the newest
-    checkpoint, and ranks that are known to be at fault are replaced"""
+    """what happens if ranks differ. stop: the run ends without a checkpoint; evict: all ranks go back to the newest
+    checkpoint, and those known to be at fault are replaced"""
     driver_lease: NonNegativeFloat = 120.0
-    """time that ranks on a cluster that outlives the driver wait for another one; 0: they end with the driver"""
+    """how long ranks wait for a new driver, on a cluster that outlives the old one; 0: they end with the driver"""
     notice: Text | None = None
-    """file that appears on a node, or URL that answers with 200 there, when the node is about to end; null: none"""
+    """file that appears on a node, or URL that answers with 200 there, shortly before the node ends; null: none"""
     notice_seconds: PositiveFloat = 30.0
-    """from that notice to the end of the node"""
+    """time from that notice to the end of the node"""
 
     def rules(self) -> Iterator[Broken | str]:
         if self.failure_domain is not None and not self.replicate_every:

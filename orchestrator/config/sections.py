@@ -96,16 +96,16 @@ class MeshSection(Section):
     pp: int = Field(default=1, ge=1, le=1024, description="pipeline ranks of a replica, which split the layers")
     cp: Count = Field(default=1, description="context parallel ranks, which split each sequence")
     tp: Count = 1
-    """tensor parallel ranks, which split the weights of a layer and the vocabulary, and between products the tokens"""
+    """tensor parallel ranks, which split the weights of each layer, the vocabulary and, between GEMMs, the tokens"""
     ep: Count = 1
     """expert parallel ranks, which split the experts and have different samples"""
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     """attention across cp ranks: keys and values travel around a ring, are gathered, or ranks exchange parts of the
     sequence for heads (Ulysses)"""
     ep_capacity: NonNegativeFloat | None = None
-    """tokens go to the ranks of their experts in slots, this many times as many as even routing takes; a step with more
-    tokens is run again with more slots. 0: no slots, and GPUs get all tokens of their ep group; null: 1.5 on GPUs where
-    fewer rows then travel between hosts, else 0"""
+    """slots for tokens between ep ranks, as a multiple of what even routing needs; a step that needs more is run again
+    with more slots. 0: no slots, and on GPUs each rank receives all tokens of its ep group; null: 1.5 on GPUs if fewer
+    rows then travel between hosts, else 0"""
     tp_across_nodes: bool = Field(default=False, description="allow the tp ranks of a layer on more than one node")
 
     def rules(self) -> Iterator[Broken | str]:
@@ -219,35 +219,35 @@ class MemorySection(Section):
     recompute_stages: list[CountOrZero] | None = None
     """pipeline stages that recompute; null: all"""
     recompute_layers: Count | None = None
-    """recompute only the first layers of each stage, this many, rounded up to units; null: all"""
+    """recompute only this many first layers of each stage, rounded up to units; null: all"""
     recompute_fraction: Share = 1.0
-    """share of each microbatch's tokens for which mlp, qkv_linear and attn_proj are recomputed, the last ones; what
-    layers make of the others is saved, and goes to the host by offload_fraction. auto, with offload_fraction auto: the
-    least with which each rank fits, in all layers"""
+    """share of each microbatch's tokens, the last ones, for which mlp, qkv_linear and attn_proj are recomputed; what
+    layers make of the other tokens is saved, or goes to the host by offload_fraction. auto, with offload_fraction auto:
+    the least with which each rank fits, in all layers"""
     logits: Literal["keep", "recompute", "auto"] = "auto"
-    """the logits between the head's forward and its weight gradient. keep: all of a microbatch are saved; recompute:
-    they are made in chunks of at most 512 MiB, and again for the weight gradient, so that no chunk is kept; auto: keep
-    if the run fits so, else what fits and takes least time"""
+    """the logits between the head's forward and its weight gradient. keep: save all of a microbatch; recompute: make
+    them in chunks of at most 512 MiB, and again for the weight gradient, and save none; auto: keep if the run then
+    fits, else whichever fits and takes least time"""
     unit_layers: Count | None = None
-    """layers of a unit, in which stages gather and free weights, reduce gradients, recompute and offload, with the
-    embedding and the head in units of their own; null: one with recomputation; otherwise all layers of a stage, or
-    where other ranks hold the same parameters as many as have 400 MiB of gradients"""
+    """layers of a unit, by which stages gather and free weights, reduce gradients, recompute and offload; the embedding
+    and the head are units of their own. null: one with recomputation; otherwise all layers of a stage or, if other
+    ranks hold the same parameters, as many as have 400 MiB of gradients"""
     max_resident_microbatches: PositiveFloat | None = None
     """most activations that stay on a device, in microbatches of all its layers; the others are offloaded to host
     memory until their backward; null: all stay"""
     offload_fraction: Share = 0.0
-    """share of the bytes of every unit's saved activations that are in host memory until the unit's backward; the
-    others stay on the device. What memory.recompute computes again is not saved. auto: the least with which each rank
-    fits, and of memory.recompute the fewest layers"""
+    """share of the bytes of every unit's saved activations kept in host memory until the unit's backward; the rest
+    stays on the device. What memory.recompute computes again is not saved. auto: the least with which each rank fits,
+    with memory.recompute in as few layers as possible"""
     offload_prefetch: Count | None = None
-    """units that compute beside the copy of one to the host, before its memory is used again, and beside the copy back,
-    before its backward; null: 1, or with offload_fraction auto in a pipeline what takes least time"""
+    """units that compute while one is copied to the host, before its memory is used again, and while one is copied
+    back, before its backward; null: 1, or with offload_fraction auto in a pipeline whatever takes least time"""
     host_gib: PositiveFloat | None = None
-    """memory of a host, in GiB, for what its ranks keep there; null: 90 % of that of this machine, if the GPUs are
-    here; otherwise it is unknown, and nothing is checked"""
+    """memory of a host, in GiB, for what its ranks keep there; null: 90 % of this machine's if the GPUs are here;
+    otherwise it is unknown, and nothing is checked"""
     optimizer: Literal["device", "host"] = "device"
-    """where master weights and optimizer state are. host: in host memory, from where they go through the device to be
-    updated at the end of a step"""
+    """where master weights and optimizer state are kept. host: in host memory; at the end of a step they pass through
+    the device to be updated"""
 
     def rules(self) -> Iterator[Broken | str]:
         stages, resident = self.recompute_stages, self.max_resident_microbatches
@@ -342,13 +342,13 @@ class ClusterSection(Section):
     gpu: Text | None = None
     """name of the GPU that plans are made for, as CUDA has it (docs/memory.md); null: this machine's, else an H200"""
     rates: Text = "auto"
-    """rates that plans are made with (docs/performance.md); auto: those that `pentad calibrate` measured of that GPU
-    here, if it did, else builtin; builtin: from its data sheet; or the path of a table"""
+    """rates that plans are made with (docs/performance.md). auto: those that `pentad calibrate` measured here for that
+    GPU, if any, else builtin; builtin: from its data sheet; or the path of a table"""
     transport: Literal["auto", "peer", "nccl"] = "auto"
-    """what moves activations, exchanges rows inside layers, and does the collectives of ZeRO; auto: peer copies along
-    axes whose ranks share a host, else NCCL (docs/cluster.md); peer: refuse to run where some of it needs NCCL"""
+    """what moves activations, exchanges rows inside layers and runs ZeRO's collectives. auto: peer copies along axes
+    whose ranks share a host, NCCL along the others (docs/cluster.md); peer: refuse to run if any of it needs NCCL"""
     cuda_graphs: bool | None = None
-    """launch the compute of a step on GPUs as it was captured in an earlier step (docs/performance.md); null: if steps
+    """launch a step's compute on GPUs as it was captured in an earlier step (docs/performance.md); null: if steps
     repeat, the plan's compute would otherwise wait for the host, and GPUs have room for graphs"""
     address: Text = "local"
     """Ray cluster: local starts one here, auto joins the running one, HOST:PORT joins the one there"""
@@ -361,5 +361,4 @@ class ClusterSection(Section):
     start_timeout_seconds: PositiveFloat = 60.0
     """longest wait for ranks to be placed and started"""
     check: bool = False
-    """examine the nodes before the ranks start there, in some 20 s, and place them on others if one fails
-    (docs/doctor.md)"""
+    """examine nodes before ranks start on them, in some 20 s, and use others if one fails (docs/doctor.md)"""

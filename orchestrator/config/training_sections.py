@@ -56,8 +56,8 @@ class OptimizerSection(Section):
     eps: PositiveFloat = Field(default=1e-8, description="added to the square root of the second moment")
     weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay of matrices")
     groups: list[GroupSection] | None = None
-    """tensors with another learning rate or weight decay, as mappings of pattern, learning_rate_scale and weight_decay;
-    the first one whose pattern matches counts"""
+    """tensors with their own learning rate or weight decay, as mappings of pattern, learning_rate_scale and
+    weight_decay; the first pattern that matches counts"""
     momentum: Decay = Field(default=0.95, description="decay of Muon's momentum")
     nesterov: bool = Field(default=True, description="Nesterov's momentum in Muon")
     adjust_lr_fn: AdjustLrFn = "match_rms_adamw"
@@ -134,8 +134,8 @@ class SpikesSection(Section):
     checkpoint by steps and leaves out the batches since; none: only a step with a gradient norm that is not finite
     changes no weight"""
     threshold: PositiveFloat = 6.0
-    """standard deviations above the mean of the window from which on a value is a spike"""
-    window: int = Field(default=128, ge=2, le=MOST, description="steps that a step is compared with, the latest ones")
+    """standard deviations above the window's mean from which on a value is a spike"""
+    window: int = Field(default=128, ge=2, le=MOST, description="latest steps that a step is compared with")
     min_steps: int = Field(default=64, ge=2, le=MOST, description="steps in the window before any step can be a spike")
     max_consecutive: Count = 10
     """such steps in a row, or rollbacks to the same checkpoint, after which the run fails"""
@@ -157,31 +157,31 @@ class PrecisionSection(Section):
     """dtype of compute; auto: bfloat16 on GPUs and float32 on CPUs. Master weights, gradients and optimizer state are
     float32 (float64 if compute is)"""
     reduce: Literal["float32", "bfloat16"] = "float32"
-    """dtype in which gradients go from rank to rank to be summed, over replicas and ZeRO's shards. float32: that of the
-    main gradients; bfloat16: half the bytes, with terms rounded and summed in float32, in the order of ranks
+    """dtype in which gradients are sent to be summed over replicas and ZeRO's shards. float32: that of the main
+    gradients; bfloat16: half the bytes, with terms rounded to bfloat16 and summed in float32, in the order of ranks
     (docs/parallelism.md)"""
     optimizer_state: Literal["auto", "bfloat16"] = "auto"
     """dtype of moments and momentum; auto: that of the master weights"""
     matmul: Literal["compute", "fp8-tensor", "fp8-row", "fp8-block"] = "compute"
-    """numbers that the projections of decoder layers multiply, forward and backward. compute: those of
-    precision.compute. fp8-...: 8-bit floating point, with one scale a tensor, one a row, or one for every 128 values of
-    activations and 128 x 128 of weights as in DeepSeek-V3; on CPUs emulated. Embedding, norms, routers,
-    projections to latents (MLA) and the core of attention stay in precision.compute"""
+    """number format of the GEMMs of decoder layers, forward and backward. compute: precision.compute. fp8-...: 8-bit
+    floating point with one scale per tensor, one per row or, as in DeepSeek-V3, one per 128 values of activations and
+    per 128 x 128 block of weights; emulated on CPUs. Embedding, norms, routers, projections to latents (MLA) and the
+    core of attention stay in precision.compute"""
     fp8_gradients: Literal["e4m3", "e5m2"] = "e4m3"
     """8-bit format of the gradients of activations: e5m2 has more range and less precision; weights and activations are
     e4m3"""
     fp8_power_of_two_scales: bool = False
-    """round scales up to powers of two, so that a cast changes the exponent alone"""
+    """round scales up to powers of two, so that scaling changes only the exponent"""
     fp8_scaling: Literal["current", "delayed"] = "current"
-    """whose absolute maximum scales an activation or a gradient with fp8-tensor. current: its own; delayed: that of the
-    step before, over all microbatches and ranks, so that a cast is one pass, and what exceeds it saturates. Weights are
-    always scaled by their own"""
+    """absolute maximum by which fp8-tensor scales activations and gradients. current: the tensor's own; delayed: that
+    of the step before, over all microbatches and ranks, so that a cast takes one pass and larger values saturate.
+    Weights always use their own"""
     fp8_skip_first_layers: CountOrZero = 0
     """decoder layers at the start of the model that multiply in precision.compute"""
     fp8_skip_last_layers: CountOrZero = 0
     """decoder layers at the end of the model that multiply in precision.compute"""
     fp8_experts: Literal["auto", "always", "never"] = "auto"
-    """whether the GEMMs of experts use FP8 too, with fp8-block; auto: where that is faster, by cluster.rates"""
+    """whether the GEMMs of experts use FP8 too, with fp8-block; auto: if that is faster, by cluster.rates"""
     fp8_head: bool = False
     """whether the GEMMs of the output head use FP8 too; those of multi-token prediction with it do not"""
     fp8_sample_every: CountOrZero = 100
@@ -193,10 +193,10 @@ class PrecisionSection(Section):
     """use kernels whose results are bit-identical in every run, at some cost in speed"""
 
     kernels: Literal["auto", "torch", "triton", "cudnn"] = "auto"
-    """implementations that GPUs run (docs/performance.md). auto: the fastest ones by `pentad calibrate CONFIG`, else
-    those that usually are; torch: the references that kernels are tested against, slow, to tell a kernel's fault from a
-    model's; triton: pentad's own kernels wherever there is one; cudnn: cuDNN's attention, where that serves all of the
-    run's"""
+    """implementations that GPUs run (docs/performance.md). auto: the fastest as measured by `pentad calibrate CONFIG`,
+    otherwise those that usually are; torch: the slow references that kernels are tested against, to tell a kernel's
+    fault from a model's; triton: pentad's own kernels wherever there is one; cudnn: cuDNN's attention, if it serves all
+    of the run's"""
 
     def rules(self) -> Iterator[Broken]:
         if self.fp8_scaling == "delayed" and self.matmul != "fp8-tensor":
@@ -220,17 +220,18 @@ class ZeroSection(Section):
     stage: int = Field(default=0, ge=0, le=3)
     """what is sharded: 0: nothing; 1: master weights and optimizer state; 2: gradients too; 3: weights too"""
     shards: Annotated[int, Field(ge=2, le=MOST)] | None = None
-    """over how many ranks the state is cut (docs/parallelism.md): consecutive ones of those that hold the same
-    parameters are a group, and each group has all shards, so that weights are gathered on a host; null: over all"""
+    """number of ranks that the state is divided over (docs/parallelism.md): that many consecutive ranks with the same
+    parameters form a group, and each group holds all shards, so that weights can be gathered within a host; null: all
+    of them"""
     max_gathered: Count | Literal["auto"] | None = None
-    """most units whose weights a rank has gathered at once, with zero.stage 3; null: 2, or all where stages are not cut
-    into units; auto: 2, or all units of a rank, gathered once a step, if those fit and
-    take less time"""
+    """most units whose gathered weights a rank holds at once, with zero.stage 3; null: 2, or all if stages are not
+    divided into units; auto: 2, or all units of a rank, gathered once a step, if those fit and take less time"""
     prefetch: CountOrZero = 1
     """forward and backward passes between the start of an all-gather of weights and their first use"""
     reduce: Literal["step", "microbatch"] | None = None
-    """when gradients are reduced, with zero.stage 2 or 3: at the end of a step, or after every microbatch, so that a
-    rank has full gradients of two units only; null: microbatch where more than two units would have them at once"""
+    """when gradients are reduced, with zero.stage 2 or 3. step: at the end of a step; microbatch: after every
+    microbatch, so that a rank holds full gradients of only two units; null: microbatch if more than two units would
+    hold them at once"""
 
     def rules(self) -> Iterator[Broken | str]:
         stage = f"with zero.stage = {self.stage}"
