@@ -40,7 +40,7 @@ class GraphOutput(NamedTuple):
 
 
 class ParameterOwner:
-    """Holds the parameters of a stage, wherever they are at present, and the tape of the slice that runs its forward."""
+    """Holds the parameters of a stage, wherever they are at present, and the tape of the slice running its forward."""
 
     bound: BoundParameters
     tape: Tape | None = None
