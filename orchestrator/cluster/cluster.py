@@ -124,7 +124,7 @@ def _init(**options: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    ray._private.worker._worker_logs_enabled = False  # else it prints the deaths of workers
+    ray._private.worker._worker_logs_enabled = False  # otherwise it prints the deaths of workers
     return context
 
 

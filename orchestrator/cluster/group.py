@@ -53,7 +53,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self.plan, self.placement, self.generation, self.runner = plan, placement, generation, runner
         self.lease = lease
         self.actors: list[Any] = []
-        self.bundles: list[int] = []  # of the placement group, by rank
+        self.bundles: list[int] = []  # bundles of the placement group, by rank
         self.rooms: list[Any] = []  # where the bundles were when their ranks were started
         self.spares: list[Any] = []  # actors that are not ranks; they end with the group
         self.places: tuple[WorkerPlace, ...] = ()
@@ -273,7 +273,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self.stop(kill=kind is not None)
 
     def label(self, rank: int) -> str:
-        """'rank 1 (dp0 pp1, node 10.0.0.2, pid 4711)'"""
+        """A rank's name, such as 'rank 1 (dp0 pp1, node 10.0.0.2, pid 4711)'."""
         place = f", node {self.places[rank].ip}, pid {self.places[rank].pid}" if self.places else ""
         return f"rank {rank} ({self.plan.mesh.coordinates(rank)}{place})"
 
@@ -297,7 +297,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return answers.get(rank) or self._statuses.get(rank)
 
     def neighbours(self, rank: int) -> list[int]:
-        """The other ranks on its node."""
+        """The other ranks on a rank's node."""
         node = self.places[rank].node
         return [other for other, place in enumerate(self.places) if place.node == node and other != rank]
 

@@ -354,7 +354,7 @@ class Worker:
         return next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), self.gpu)
 
     def _preload(self) -> None:
-        if not any(Path("/dev").glob("nvidia[0-9]*")):  # kernels for GPUs look at results on the meta device
+        if not any(Path("/dev").glob("nvidia[0-9]*")):  # only kernels for GPUs need the meta device
             defer_meta_kernels()
         with suppress(Exception), gc_paused():  # `start` raises the error again
             pkgutil.resolve_name(self.runner_class)

@@ -189,7 +189,7 @@ class Exporter(Watcher, Collector):
         return self._server.address
 
     def collect(self) -> list[Any]:
-        """The values, for prometheus_client."""
+        """The metric families, for prometheus_client."""
         with self._lock:
             elapsed = max(1e-9, time.monotonic() - self._began)
             self._put("pentad_effective_training_time_ratio", self._productive / elapsed)

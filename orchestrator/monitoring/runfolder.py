@@ -77,7 +77,7 @@ METRIC_KEYS = (
 # Keys, by prefix, that a resumed run may not change.
 FIXED = ("model.", "batch.", "lora.", "data.packing", "data.holdout", "run.seed", "checkpoint.path")
 _OWN = ("run.name", "run.folder")
-Changes = dict[str, tuple[Any, Any]]  # the values before and now, by key
+Changes = dict[str, tuple[Any, Any]]  # (old value, new value) by key
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):

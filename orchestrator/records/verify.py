@@ -134,7 +134,7 @@ def _rewind(history: History, following: int, step: int, at: str) -> int:
 
 
 def _compare_metrics(history: History, metrics: Sequence[Entry], run: Path) -> None:
-    first = min(history.steps, default=0)  # earlier ones are another run's, or of a version without audit.jsonl
+    first = min(history.steps, default=0)  # earlier steps are another run's, or predate audit.jsonl
     rows = [row for row in metrics if row["step"] >= first]
     found = {row["step"]: row["loss"] for row in rows}
     for number, count in Counter(row["step"] for row in rows).items():

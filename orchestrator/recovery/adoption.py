@@ -25,7 +25,7 @@ from pentad.orchestrator.recovery.placed_plans import on_hosts, shrunk_plan
 from pentad.schedules.spec.plan import Plan
 
 ANSWER_SECONDS = 10.0
-NOWHERE = WorkerPlace("", "", -1, 0, "")  # of a rank that does not answer
+NOWHERE = WorkerPlace("", "", -1, 0, "")  # the place of a rank that does not answer
 GONE = "it did not answer the driver that adopted the run"
 
 
@@ -59,9 +59,9 @@ def membership(found: Mapping[int, RankPlacement]) -> Membership | None:
 
 
 def can_adopt(journal: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], ranks: str, spike_policy: str) -> bool:
-    """Whether the ranks in the namespace `ranks` are those of this run's journal and no rollback is due or under way.
-    In that case the run resumes from its newest checkpoint instead and meets the spike again. `rows` are the lines of
-    metrics.jsonl."""
+    """Whether the ranks in the namespace `ranks` are those of this run's journal and no rollback is due or under way:
+    with a rollback, the run resumes from its newest checkpoint instead and meets the spike again. `rows` are the lines
+    of metrics.jsonl."""
     starts = [event for event in journal if event["event"] == "start"]
     rollbacks = [event["time"] for event in journal if event["event"] == "rollback"]
     is_rolling_back = bool(rollbacks) and (not rows or rows[-1]["time"] <= rollbacks[-1])
@@ -79,8 +79,8 @@ class Parked(NamedTuple):
 
 
 def find_parked(config: RunConfig, full: Plan, placement: Placement, lease: HeldLease, runner: str) -> Parked | None:
-    """The ranks in `placement` that run the plan `full`, or one that a former driver shrunk it to. None if they run
-    another plan or are all gone.
+    """The ranks in `placement` that run the plan `full`, or one to which a former driver has shrunk it. None if they
+    run another plan or are all gone.
 
     Kills workers that do not answer or are not ranks.
     """

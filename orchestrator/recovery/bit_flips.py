@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """'the weights of rank 3 differ ...'."""
+        """The verdict in words, such as 'the state of rank 3 differs from that of most of its replicas in ...'."""
         several = len(self.ranks) > 1
         names = f"rank{'s' if several else ''} {enumerated(self.ranks)}"
         more = f" and {self.number - 1} more" if self.number > 1 else ""
@@ -89,8 +89,8 @@ def _by_name(digests: Sequence[Mapping[str, int]]) -> Digests:
 
 
 def _disagreement(digests: Digests) -> Disagreement | None:
-    """The ranks that differ from a majority, and all ranks that differ in a name without a majority, unless those
-    already outvoted under other names explain the difference."""
+    """The ranks that differ from a majority; and where there is no majority, all that differ, unless the ranks already
+    outvoted in other names explain the difference."""
     differing = {name: of for name, of in digests.items() if len(set(of.values())) > 1}
     if not differing:
         return None

@@ -80,8 +80,8 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
         text = f"{cause}no rank is left of the run; the same command resumes from the newest checkpoint, if any"
         raise CannotRecover(text, min(state.lost), text)
     state.version = max(snapshot.version for snapshot in snapshots.values())
-    # A rank that lacks only the last step's global norm gets it from a rank that has taken the step and still has the
-    # norm, which one that a former driver already started in another generation no longer does.
+    # A rank that lacks only the last step's global norm gets it from one that has taken it and still has the norm.
+    # It no longer does if a former driver has already started it in another generation.
     late = [rank for rank, s in snapshots.items() if s.version == state.version - 1 and s.ready]
     done = [s for s in snapshots.values() if s.version == state.version and s.losses]
     calls = {rank: group.call_runner(rank, "advance", s.norm, s.losses) for s in done[:1] for rank in late}

@@ -206,7 +206,7 @@ class Recovery:
         return state
 
     def _change(self, state: RecoveryState) -> str:
-        """The planned change that `regroup` makes when no rank leaves; returns its name in the journal."""
+        """Makes the planned change for `regroup` when no rank leaves; returns its name in the journal."""
         if (order := self.replan.take(self.group.plan)) is not None:
             self.rebalance.cancel()
             self.rebalance.config = order.found.config

@@ -62,7 +62,7 @@ class Regroup:
         self.full, self.start, self.copies = full, start, copies
         self.spares = Spares(config.elastic.spares, group, bus)
         self.record: Callable[[RecoveryState], None] = lambda state: None  # records steps unknown to the driver
-        self.former: list[Member] = []  # no longer ranks since the mesh shrunk, but may hold parts of the state
+        self.former: list[Member] = []  # no longer ranks since the mesh shrank, but may hold parts of the state
 
     @property
     def is_full(self) -> bool:

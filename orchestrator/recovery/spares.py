@@ -116,7 +116,7 @@ class Spares:
         nodes = [place.node for place in self.group.places]
         if self.count is not None:
             return spare_nodes(self.count, nodes)
-        if self.group.plan.device == "cuda":  # it would not be known which GPU is theirs
+        if self.group.plan.device == "cuda":  # it would be unknown which GPU they get
             return Counter()
         rooms = free_rooms(self.group.plan.device)
         return None if rooms is None else standby_nodes(nodes, rooms)

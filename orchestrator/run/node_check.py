@@ -31,7 +31,7 @@ class NodeCheck(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the journal."""
+        """The facts for the journal."""
         rows = [{"check": row.check, "node": row.node, "text": row.finding.text} for row in self.warnings]
         return {**self._asdict(), "seconds": round(self.seconds, 3), "warnings": rows}
 

@@ -33,7 +33,7 @@ class Replication:
         self.attempted = -1  # step of the newest copy submitted
         self.copied = -1  # step of the newest copy committed
         self.made = 0  # copies committed
-        self.most_meanwhile = 0  # steps that have run while a copy was made
+        self.most_meanwhile = 0  # most steps that have run while a copy was made
         self.making: Transfer | None = None
         self.committing: Refs = {}  # the answers to the newest commit
 

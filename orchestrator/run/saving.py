@@ -106,7 +106,7 @@ class Saving:
         passed, self.watched = min(now - self.watched, 2 * STATUS_SECONDS), now
         is_moving, self.chunks = chunks != self.chunks, chunks
         save = self.current
-        taken = max(done, min((status.step for status in statuses.values()), default=0))  # an update may wait for it
+        taken = max(done, min((status.step for status in statuses.values()), default=0))  # the next update may wait
         if save is None or save.hangs or taken < save.step or is_moving:
             self.idle = 0.0
             return

@@ -24,6 +24,7 @@ class ShrinkSave:
             self._reserved = self.group.submit_reserved()
 
     def is_due(self, step: int) -> bool:
-        """Whether to save it after `step` steps. Training does not wait until GPU ranks have pinned memory for it."""
+        """Whether to save it after `step` steps; not before GPU ranks have pinned memory, for which training does not
+        wait."""
         protected = not self.pending or self.replication.protects
         return step > self.first and not protected and self.group.is_ready(self._reserved)

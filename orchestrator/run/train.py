@@ -79,7 +79,7 @@ def prepare(config: RunConfig) -> Plan:
 
 
 def _plan_to_train(config: RunConfig) -> Plan:
-    """The first plan of a run. Raises PentadError if this machine is to train it but lacks the free memory."""
+    """The first plan of a run. Raises PentadError if this machine is to train it but has too little free memory."""
     plan = first_plan(config)
     if config.cluster.address == "local":
         require_free_memory(config, plan)

@@ -98,7 +98,7 @@ class _RandomnessDetector(TorchDispatchMode):
 
 
 class _Trial(NamedTuple):
-    """The trial run of layer `number` of the model that `text` names."""
+    """The trial run of layer `number` of the model named by `text`."""
 
     text: str
     number: int

@@ -241,7 +241,7 @@ def local_part(plan: Plan, rank: int, program: Program) -> LocalPart:
     own = [(stage, piece // program.slices) for (stage, piece), pp in program.compute_rank.items() if pp == at.pp]
     local = {mb for stage, mb in own if stage in stages}
     counted = {mb for stage, mb in own if stage == last and at.tp == 0}
-    first = (at.dp * plan.mesh.ep + at.ep) * program.microbatches  # of the global batch
+    first = (at.dp * plan.mesh.ep + at.ep) * program.microbatches  # the replica's first in the global batch
     slots = {mb: range((first + mb) * size, (first + mb + 1) * size) for mb in sorted(local)}
     counted_slots = {*chain(*(slots[mb] for mb in counted))} if at.cp == 0 else set()
     return LocalPart(sorted(local), [*chain(*slots.values())], counted_slots, counted)
@@ -275,7 +275,7 @@ def mtp_targets(sample: Sample, layers: int, *, separate: bool) -> list[np.ndarr
     targets = np.where(sample.is_target, sample.following, IGNORE_INDEX)
     found = [_shifted(targets, k, IGNORE_INDEX) for k in range(1, layers + 1)]
     for k, each in enumerate(found, 1) if separate else ():
-        last = np.subtract.outer(sample.document_starts[1:], np.arange(1, k + 1))  # positions of documents
+        last = np.subtract.outer(sample.document_starts[1:], np.arange(1, k + 1))  # the last k positions of documents
         each[last[last >= 0].astype(np.int64)] = IGNORE_INDEX
     return found
 

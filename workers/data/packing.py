@@ -64,7 +64,7 @@ class Packs:
 
 
 def is_packed(corpus: Corpus, length: int, cache: Path) -> bool:
-    """Whether the table exists already."""
+    """Whether the table for this corpus and length exists already."""
     return _file(corpus, length, cache).exists()
 
 

@@ -21,7 +21,7 @@ SCALE_SUFFIX = "_scale_inv"  # appended to a weight's name for its scales
 
 MXFP4: Final = "mxfp4"
 PACKED_SUFFIX, EXPONENT_SUFFIX = "_blocks", "_scales"  # of the two tensors that store an MXFP4 weight
-_PACKED, _EXPONENT_BIAS = 32, 127  # weights that share an exponent
+_PACKED, _EXPONENT_BIAS = 32, 127  # how many weights share an exponent, and its bias
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 BlockSize = tuple[int, int]  # rows and columns
