@@ -1,1 +1,1 @@
-"""Ray: the cluster, placement, and the actors around the workers."""
+"""Ray: the cluster, placement, and the workers' actors."""

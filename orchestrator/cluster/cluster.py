@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: a local one, started for it, or an existing one that it joins."""
+"""The Ray cluster of a run: a local one started for it, or an existing one that it joins."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.planning.hardware import local_device
 from pentad.schedules.ir.errors import PentadError
 
-# Variables of the driver's environment that its workers on other nodes get too.
+# Environment variables of the driver that are passed on to its workers on other nodes.
 PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTHONPATH")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A joined cluster. `device` is 'cuda' or 'cpu'; `dashboard` its URL, if it has one; `token_file` holds the token
-    of a local cluster; `note` explains the choice of device to the user. `start_dashboard` starts that of a local
-    cluster; `kill` ends what is left of one whose head is gone."""
+    """A joined cluster. `device` is 'cuda' or 'cpu'; `dashboard` is the URL of its dashboard, if any; `token_file`
+    holds the token of a local cluster; `note` explains the choice of device to the user. For a local cluster,
+    `start_dashboard` starts the dashboard and `kill` ends what is left once the head is gone."""
 
     address: str
     local: bool
@@ -42,7 +42,7 @@ class Cluster:
 
     @property
     def notes(self) -> list[str]:
-        """What the user is told of it."""
+        """What the user is told about the cluster."""
         found = [self.note] if self.note else []
         if self.dashboard:
             token = f" (token in {self.token_file})" if self.token_file else ""
@@ -53,8 +53,8 @@ class Cluster:
 
 @contextmanager
 def join(section: ClusterSection, ranks: int, head: LocalHead | None) -> Iterator[Cluster]:
-    """Joins the cluster of `head`, None: the existing one at cluster.address, and leaves it. Raises PentadError when
-    that fails."""
+    """Joins the cluster of `head` (None: the existing one at cluster.address) for the block. Raises PentadError if that
+    fails."""
     with ExitStack() as stack:
         if head is None:
             yield _join_existing(section, stack)
@@ -73,7 +73,7 @@ def _join_existing(section: ClusterSection, stack: ExitStack) -> Cluster:
     mode = os.environ.get("RAY_AUTH_MODE", section.auth)
     stack.enter_context(environment({"RAY_AUTH_MODE": mode, **DRIVERS_RAY}))
     check_joinable(section.address, mode)
-    if section.address.rpartition(":")[0] in (LOOPBACK, "localhost"):  # else Ray looks at this machine's other address
+    if section.address.rpartition(":")[0] in (LOOPBACK, "localhost"):  # otherwise Ray uses this machine's other address
         stack.enter_context(loopback_allowed())
     stack.callback(ray.shutdown)
     try:
@@ -93,7 +93,7 @@ def _join_existing(section: ClusterSection, stack: ExitStack) -> Cluster:
 
 
 def _passed_on() -> dict[str, str]:
-    """Variables for the workers, except those that the Ray job has set: Ray refuses to set one twice."""
+    """Environment variables for the workers, except those that the Ray job sets: Ray refuses to set one twice."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
     given = set(job.get("env_vars", ())) | ({"PYTHONPATH"} if job else set())
     found = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)} | SEE_ALL_GPUS
@@ -102,7 +102,8 @@ def _passed_on() -> dict[str, str]:
 
 @contextmanager
 def loopback_allowed() -> Iterator[None]:
-    """Ray refuses to use the loopback interface for a cluster unless this constant, read at import, is off."""
+    """Lets Ray use the loopback interface for a cluster, which it refuses unless this constant, read at import, is
+    off."""
     constants = ray._private.ray_constants
     before = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False
@@ -113,7 +114,7 @@ def loopback_allowed() -> Iterator[None]:
 
 
 def _init(**options: Any) -> Any:
-    """`ray.init`, except that SIGTERM, which it would handle, and stdout stay the driver's."""
+    """`ray.init` that leaves the SIGTERM handler and stdout to the driver."""
     handler = signal.getsignal(signal.SIGTERM)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -123,7 +124,7 @@ def _init(**options: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    ray._private.worker._worker_logs_enabled = False  # else it prints the deaths of workers
+    ray._private.worker._worker_logs_enabled = False  # otherwise it prints the deaths of workers
     return context
 
 

@@ -15,9 +15,9 @@ TIMEOUT_SECONDS = 10.0
 
 
 def check_joinable(address: str, mode: str) -> None:
-    """Asks the cluster at 'HOST:PORT' or 'auto' for its ID, in the present environment; `mode` is cluster.auth there.
+    """Asks the cluster at 'HOST:PORT' or 'auto' for its ID, in the present environment, whose cluster.auth is `mode`.
 
-    Raises PentadError when none answers or it wants another token. ray.init reports an 'auto' that leads nowhere.
+    Raises PentadError if none answers or it wants another token. If 'auto' finds no cluster, ray.init reports it.
     """
     if address == "auto":
         found = None

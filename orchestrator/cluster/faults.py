@@ -1,4 +1,4 @@
-"""A rank's failure: as it arrives from Ray, and as the run handles it."""
+"""A rank's failure, as Ray reports it and as the run handles it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from pentad.schedules.ir.errors import PentadError
 if TYPE_CHECKING:
     from pentad.orchestrator.cluster.group import WorkerGroup
 
-# Seconds to wait for the failure that caused the first: a rank often reports a lost peer before Ray reports its death.
+# Seconds to wait for the root cause of the first failure: a rank often reports a lost peer before Ray does.
 GRACE, GRACE_OF_VICTIM = 0.5, 0.3
-PING_SECONDS = 2.5  # for an answer: a busy machine may starve a rank for two
-PROBE_SECONDS = 0.2  # between two looks at the nodes of silent ranks
+PING_SECONDS = 2.5  # for an answer: a busy machine may starve a rank for two seconds
+PROBE_SECONDS = 0.2  # between two checks of the nodes of silent ranks
 LOG_CHARACTERS = 10_000
 VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
-# Ray, CUDA and cuBLAS say in words alone that memory was not enough.
+# Ray, CUDA and cuBLAS report a lack of memory only in the text of their errors.
 MEMORY = ("out of memory", "outofmemory", "low on memory", "memoryerror", "alloc_failed")
 
 
 class WorkerError(PentadError):
-    """Rank `rank` failed. `detail` is the full account: a traceback, or what Ray knows of a death.
+    """Rank `rank` failed. `detail` is the full account: a traceback, or what Ray knows about a death.
 
     `lost` are the ranks that are dead or must be given up. `fault` is 'killed', 'memory', 'error', 'hang', 'node',
     'drain', 'terminated', 'slow' or 'corrupt', and `detector` 'ray', 'peer', 'heartbeat', 'deadline', 'notice', 'times'
-    or 'check', as in the journal; `stalled_seconds` passed without progress before the fault was detected, as far as
-    known.
+    or 'check', as in the journal; `stalled_seconds`, if known, passed without progress before the fault was detected.
     """
 
     def __init__(
@@ -52,17 +51,17 @@ class WorkerError(PentadError):
 
 
 class Refusal(PentadError):
-    """A rank cannot continue for a reason that is no fault, such as data that cannot be read. The ranks keep what they
-    hold."""
+    """A rank cannot continue for a reason other than a fault, such as unreadable data. The ranks keep their state."""
 
 
 class Superseded(PentadError):
-    """Another driver commands the ranks of this run: this one must end, and leave them and the run's files alone."""
+    """Another driver has taken over the ranks of this run: this one must end and leave them and the run's files
+    alone."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's error as it arrived."""
+    """One rank's error as Ray reports it."""
 
     rank: int
     error: RayError
@@ -73,7 +72,7 @@ class Failure:
 
     @property
     def says_nothing(self) -> bool:
-        """Whether nothing on the rank's node has said how it died."""
+        """Whether nothing on the rank's node has reported how it died."""
         return isinstance(self.error, ActorUnavailableError)
 
     @property
@@ -83,14 +82,14 @@ class Failure:
 
     @property
     def fault(self) -> str:
-        """Its kind, as in a WorkerError."""
+        """The kind of fault, as in WorkerError, or 'peer' for a victim."""
         if any(sign in self.cause.lower() for sign in MEMORY):
             return "memory"
         return "killed" if self.died else "peer" if self.is_victim else "error"
 
     @property
     def cause(self) -> str:
-        """One line."""
+        """The cause in one line."""
         if not self.died:
             error = getattr(self.error, "cause", self.error)
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -110,14 +109,15 @@ def output_of(pid: int, progress_file: str) -> str:
 
 
 def grace_seconds(failures: list[Failure]) -> float:
-    """Seconds to wait for a failure that explains these."""
+    """Seconds to wait for another failure that explains these."""
     if any(failure.died for failure in failures):
         return 0.0
     return GRACE_OF_VICTIM if all(failure.is_victim for failure in failures) else GRACE
 
 
 def error_of(group: WorkerGroup, failures: Sequence[Failure]) -> PentadError:
-    """A user's mistake as the worker worded it, else which rank failed, where and why."""
+    """The error to raise for these failures: a PentadError raised by a worker as a Refusal with its text, else a
+    WorkerError that says which rank failed, where and why."""
     if gone := _gone_with_nodes(group, [failure.rank for failure in failures if failure.says_nothing]):
         return _silent_error(group, gone, "ray", ended=True)
     if all(failure.is_victim for failure in failures):
@@ -154,7 +154,7 @@ def unresponsive(group: WorkerGroup) -> tuple[tuple[int, ...], bool]:
 
 
 def _gone_with_nodes(group: WorkerGroup, ranks: Iterable[int]) -> tuple[int, ...]:
-    """All ranks on those nodes of `ranks` that are gone."""
+    """All ranks on those nodes of `ranks` that are gone, whether in `ranks` or not."""
     gone = gone_nodes({group.places[rank].node for rank in ranks} if group.places else ())
     return tuple(rank for rank, place in enumerate(group.places) if place.node in gone)
 

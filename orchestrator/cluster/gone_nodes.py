@@ -1,5 +1,5 @@
-"""Nodes whose raylet, Ray's process there, has ended. Ray notices that by its health checks, after seconds; the
-operating system of the node knows at once: it refuses connections to the raylet's port."""
+"""Detects nodes whose raylet (Ray's process on a node) has ended. Ray's health checks take seconds to notice, but the
+node's operating system refuses connections to the raylet's port at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import suppress
 import ray
 from ray._private.grpc_utils import init_grpc_channel
 
-CONNECT_SECONDS = 0.3  # a host that is away does not refuse, and is left to Ray's health checks
+CONNECT_SECONDS = 0.3  # an unreachable host refuses nothing, and is left to Ray's health checks
 TELL_SECONDS = 2.0
-UNEXPECTED_TERMINATION = 2  # of the reasons for which a node is gone
+UNEXPECTED_TERMINATION = 2  # one of Ray's reasons for the death of a node
 
 
 def gone_nodes(nodes: Collection[str]) -> frozenset[str]:
-    """Those of these nodes, by Ray's IDs, whose raylet has ended: with it, all ranks there. That it is slow, stopped or
-    cut off is no reason: the kernel of its host accepts connections meanwhile."""
+    """The nodes among these, by Ray's IDs, whose raylet has ended, and with it all ranks there. A raylet that is slow,
+    stopped or cut off does not count: its host's kernel still accepts connections, or does not answer."""
     known = {node["NodeID"]: node for node in ray.nodes()}
     found = [known[node] for node in sorted(nodes) if node in known]
     with ThreadPoolExecutor(max_workers=max(1, len(found))) as pool:
@@ -29,9 +29,9 @@ def gone_nodes(nodes: Collection[str]) -> frozenset[str]:
 
 
 def forget_gone_nodes(nodes: Collection[str]) -> None:
-    """Tells Ray which of these nodes are gone, so that it looks for other room for what they had."""
+    """Tells Ray which of these nodes are gone, so that it finds other room for their bundles."""
     for node in gone_nodes(nodes):
-        with suppress(Exception):  # private to Ray: without it, its health checks find that out
+        with suppress(Exception):  # private to Ray: if it fails, the health checks find out
             _unregister(node)
 
 
@@ -46,7 +46,7 @@ def _refuses(address: tuple[str, int]) -> bool:
 
 
 def _unregister(node: str) -> None:
-    """What a raylet says itself as it ends, if it can."""
+    """Unregisters a node, as its raylet does itself if it ends in an orderly way."""
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
     context, worker = ray.get_runtime_context(), ray._private.worker.global_worker

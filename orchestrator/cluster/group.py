@@ -37,7 +37,7 @@ Refs = dict[int, Any]  # pending answers by rank
 Member = tuple[Any, WorkerPlace]  # a rank's actor, and where it runs
 Tick = Callable[[dict[int, Status]], None]
 
-POLL_SECONDS = 0.1  # Ray delivers no signal while it waits
+POLL_SECONDS = 0.1  # no signal is handled while Ray waits
 STATUS_SECONDS = 0.5
 LAST_STATUS_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
@@ -53,9 +53,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self.plan, self.placement, self.generation, self.runner = plan, placement, generation, runner
         self.lease = lease
         self.actors: list[Any] = []
-        self.bundles: list[int] = []  # of the placement group, by rank
-        self.rooms: list[Any] = []  # where the bundles were when the ranks were started there
-        self.spares: list[Any] = []  # actors that are no ranks yet; they end with the group
+        self.bundles: list[int] = []  # bundles of the placement group, by rank
+        self.rooms: list[Any] = []  # where the bundles were when their ranks were started
+        self.spares: list[Any] = []  # actors that are not ranks; they end with the group
         self.places: tuple[WorkerPlace, ...] = ()
         self.offsets: tuple[float, ...] = ()
         self.device_name = ""
@@ -64,10 +64,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._statuses: dict[int, Status] = {}
         self.last_heard: dict[int, float] = {}  # monotonic second of each rank's last answer
         self._polled = time.monotonic()
-        self.storing: Refs = {}  # what a rank last did with the checkpoints as a whole
-        self.begun: dict[Any, tuple[Any, Any]] = {}  # spares that load already: what, and the answer
+        self.storing: Refs = {}  # the last commit or discard of a checkpoint, which a fence waits for
+        self.begun: dict[Any, tuple[Any, Any]] = {}  # spares already loading: their arguments and pending answers
         self._failed = self._stopped = False
-        self.superseded = False  # whether a rank has refused a fence, as another driver has fenced it meanwhile
+        self.superseded = False  # whether a rank refused a fence because another driver has fenced it
 
     @staticmethod
     def start(
@@ -80,8 +80,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         lease: HeldLease | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> WorkerGroup:
-        """Creates and connects one worker per rank in `placement`, which belongs to the group from now on, and reports
-        each phase to `progress`. Raises PentadError, with nothing left, when that fails or takes longer."""
+        """Creates and connects one worker per rank in `placement`, which the group then owns, and reports each phase to
+        `progress`. Raises PentadError, leaving nothing behind, if that fails or takes more than `timeout_seconds`."""
         deadline = time.monotonic() + timeout_seconds
         group = WorkerGroup(plan, placement, generation, runner, lease)
         try:
@@ -96,8 +96,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return group
 
     def load(self, deadline: float, *, keep: bool) -> None:
-        """Creates a runner on every rank for this plan and generation, with the state of the one before if it is to
-        `keep` that. Raises WorkerError, or PentadError when that lasts beyond the monotonic second `deadline`."""
+        """Creates a runner on every rank for this plan and generation; with `keep` it inherits the previous runner's
+        state. Raises WorkerError, or PentadError if it is not done by the monotonic second `deadline`."""
         plan, bundles, calls = ray.put(self.plan), tuple(self.bundles), dict[int, Any]()
         for rank, actor in enumerate(self.actors):
             begun, answer = self.begun.pop(actor, (None, None))
@@ -113,67 +113,65 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self.collect(self._call_runners("connect", address, left), deadline=deadline)
 
     def check_folder(self, folder: Location, key: str) -> None:
-        """Raises PentadError, which names the `key` of the configuration, unless every rank can read the folder with
-        the run's checkpoints: all ranks write and read there."""
+        """Raises PentadError, naming the configuration's `key`, unless every rank can access the folder of the run's
+        checkpoints, which all ranks write and read."""
         for rank, problem in enumerate(self.collect(self._call("folder_problem", str(folder)))):
             if problem is not None:
                 where = f"{key} has {folder}, which {self.label(rank)} does not see ({problem})"
                 raise PentadError(f"{where}: expected storage that all ranks share")
 
     def restore(self, start: Start, tick: Tick | None = None) -> None:
-        """Loads the state that training starts from on every rank. Raises Damaged or Unreadable, as a rank has found
-        the checkpoint; then no rank has a state, and another one can be restored."""
+        """Loads the state that training starts from on every rank. Raises Damaged or Unreadable if a rank finds the
+        checkpoint so; then no rank has a state, and another one can be restored."""
         folder = str(start.folder) if start.folder else None
         raise_worst(self.collect(self._call_runners("restore", folder, start.step, start.optimizer), tick=tick))
 
     def receive(self, sources: dict[ShardPart, int], step: int, tick: Tick | None = None) -> None:
-        """Broadcasts the state of `step` steps of each part from rank `sources[part]` to its replicas."""
+        """Broadcasts the state of each part after `step` steps from rank `sources[part]` to the part's replicas."""
         self.collect(self._call_runners("receive", sources, step), tick=tick)
 
     def ping(self, tick: Tick | None = None) -> None:
-        """Waits for an answer of every rank; raises WorkerError when one is gone."""
+        """Waits for an answer from every rank. Raises WorkerError if one is gone."""
         self.collect(self._call("clock"), tick=tick)
 
     def submit_run(self, first_step: int, count: int, *, more: bool = False) -> Refs:
         """Queues `count` steps after the calls in flight; ranks go from one call to the next without a pause. The
-        answers are lists of StepResult, their times on this host's monotonic clock where ranks share it.
+        answers are lists of StepResult, with times on each rank's own monotonic clock (see `offsets`).
 
-        With `more` the last step stays open, so that no rank waits at its end: another run, perhaps of no step, must
+        With `more` the last step stays open, so that no rank waits at its end: another run, perhaps of no steps, must
         follow and returns its results.
         """
         return self._call_runners("run", first_step, count, more, self.skipped_batches)
 
     def submit_reserved(self) -> Refs:
-        """Answered once every rank has memory for snapshots."""
+        """Has every rank answer once it has memory for snapshots."""
         return self._call("reserved", self.generation)
 
     def submit_save(self, folder: Location, step: int) -> Refs:
         """Has every rank copy its part of a checkpoint after `step` steps, the last of which may be open, and write it
-        while it trains on. The answers are of type WrittenShards, or say why a rank could not write."""
-        self._call_runners("snapshot", step)  # `write` raises what goes wrong there
+        while it trains on. Answers are WrittenShards, or a str that says why a rank could not write."""
+        self._call_runners("snapshot", step)  # its errors are raised by `write`
         return self._call("write", self.generation, str(folder), step)
 
     def give_up_save(self, step: int) -> None:
-        """Has no update wait for a checkpoint to be written, and no rank finish it."""
+        """Gives up a checkpoint: updates no longer wait until it is written, and no rank finishes it."""
         self.storing = {}  # a fence does not wait for it either
         self._call("give_up_save", self.generation, step)
 
     def submit_save_of(self, shards: dict[int, tuple[ParamShard, ...]], folder: Location, step: int) -> Refs:
-        """In a generation that not all ranks have survived, has each rank in `shards` write what it has of those."""
+        """Has each rank in `shards` write its part of those shards, in a generation that not all ranks survived."""
         return {rank: self.call_runner(rank, "save", str(folder), step, its) for rank, its in shards.items()}
 
     def submit_evaluate(self, step: int) -> Refs:
-        """Queues the evaluation of the weights after `step` steps, none of which is open. The answers are of
-        type Evaluation."""
+        """Queues the evaluation of the weights after `step` steps, none of which is open. Answers are Evaluation."""
         return self._call_runners("evaluate", step)
 
     def submit_check(self, step: int) -> Refs:
-        """Queues a search for flipped bits after `step` steps, none of which is open. The answers are of type
-        RankCheck."""
+        """Queues a check for flipped bits after `step` steps, none of which is open. Answers are RankCheck."""
         return self._call_runners("check", step)
 
     def submit_commit(self, folder: Location, step: int, shards: list[dict[str, Any]], rank: int = 0) -> Refs:
-        """Has a rank commit a checkpoint. The answer is of type Committed."""
+        """Has a rank commit a checkpoint. The answer is a Committed."""
         plan = self.plan
         meta = {
             **{"run": plan.name, "generation": self.generation, "program": plan.program.hash},
@@ -186,8 +184,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return self.submit_beside("commit", folder, step, shards, meta, rank=rank)
 
     def submit_beside(self, method: str, folder: Location, *arguments: Any, rank: int = 0) -> Refs:
-        """Has a rank `commit`, `prune` or `discard` beside training. It is not fenced meanwhile, unless it prunes: that
-        concerns no checkpoint that another generation reads or writes."""
+        """Has a rank `commit`, `prune` or `discard` while training continues. A fence waits for the rank, unless it
+        prunes: pruning touches no checkpoint that another generation reads or writes."""
         refs = {rank: getattr(self.actors[rank], method).remote(self.generation, str(folder), *arguments)}
         self.storing = {} if method == "prune" else refs
         return refs
@@ -197,10 +195,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return len(ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)[0]) == len(refs)
 
     def collect(self, refs: Refs, *, deadline: float = float("inf"), tick: Tick | None = None) -> list[Any]:
-        """Waits for a call; answers by rank. `tick` gets the statuses about twice a second meanwhile.
+        """Waits for a call and returns the answers in the order of `refs`. Meanwhile `tick` gets the statuses about
+        twice a second.
 
-        Raises WorkerError within seconds of the first rank's failure, and PentadError at the monotonic second
-        `deadline`, which is that of a start.
+        Raises WorkerError or Refusal within seconds of the first failure, and PentadError at the monotonic second
+        `deadline`, by which a start must be done.
         """
         pending = {ref: rank for rank, ref in refs.items()}
         values: dict[int, Any] = {}
@@ -233,7 +232,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return [values[rank] for rank in refs]
 
     def gather(self, refs: Refs, seconds: float) -> tuple[dict[int, Any], dict[int, str]]:
-        """Answers by rank, and the causes of those missing after `seconds`. Never raises."""
+        """The answers by rank, and the causes of those missing after `seconds`. Never raises."""
         ranks = {ref: rank for rank, ref in refs.items()}
         ready, late = ray.wait(list(ranks), num_returns=len(ranks), timeout=seconds) if ranks else ([], [])
         answers, missing = {}, {ranks[ref]: f"no answer within {seconds:g} s" for ref in late}
@@ -246,25 +245,25 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return answers, missing
 
     def statuses(self) -> dict[int, Status]:
-        """The last known status of each rank. Never waits: requests a new one from each rank that has answered."""
+        """The last known status of each rank. Never waits; requests a new one from each rank that has answered."""
         for rank, actor in enumerate(self.actors):
             requested = self._requested.get(rank)
             if requested is not None:
                 if not ray.wait([requested], timeout=0)[0]:
                     continue
-                with suppress(RayError):  # a rank that has not started has no state
+                with suppress(RayError):  # a rank that is gone has no status
                     self._statuses[rank] = ray.get(requested)
                     self.last_heard[rank] = time.monotonic()
             self._requested[rank] = actor.status.remote()
         return dict(self._statuses)
 
     def stop(self, *, kill: bool = False) -> None:
-        """Closes the ranks, kills those that do not close within seconds (after a failure all), frees the placement."""
+        """Closes the ranks within CLOSE_SECONDS (not after a failure), kills them, and frees the placement."""
         if self._stopped:
             return
         self._stopped = True
         if self.lease is not None and self.lease.is_lost():
-            return  # they are another driver's
+            return  # the ranks are another driver's now
         if not (kill or self._failed):
             self.gather(self._call("close"), CLOSE_SECONDS)
         self._kill()
@@ -274,14 +273,14 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self.stop(kill=kind is not None)
 
     def label(self, rank: int) -> str:
-        """'rank 1 (dp0 pp1, node 10.0.0.2, pid 4711)'"""
+        """A rank's name, such as 'rank 1 (dp0 pp1, node 10.0.0.2, pid 4711)'."""
         place = f", node {self.places[rank].ip}, pid {self.places[rank].pid}" if self.places else ""
         return f"rank {rank} ({self.plan.mesh.coordinates(rank)}{place})"
 
     def peek(self, rank: int) -> Status | None:
-        """The status of a rank that does not answer, from its progress file, read on its node."""
+        """The status of a rank that does not answer, from its progress file, read on its node; None for GPU ranks."""
         if self.plan.device == "cuda":
-            return None  # a GPU rank's progress file says what its host has issued
+            return None  # a GPU rank's progress file only says what the host has issued
         if (status := self._read_progress(rank)) is not None:
             return status
         streams, file = streams_of(self.plan, rank), self.places[rank].progress_file
@@ -290,15 +289,15 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return next(iter(answers.values()), None)
 
     def last_status(self, rank: int, *, lives: bool) -> Status | None:
-        """What a rank was doing: as it says if it lives, else from its progress file if that is on this node, else as
-        last known."""
+        """What a rank was doing: by its own answer if it lives, else from its progress file if that is on this node,
+        else as last known."""
         if not lives:
             return self._read_progress(rank) or self._statuses.get(rank)
         answers, _ = self.gather({rank: self.actors[rank].status.remote()}, LAST_STATUS_SECONDS)
         return answers.get(rank) or self._statuses.get(rank)
 
     def neighbours(self, rank: int) -> list[int]:
-        """The other ranks on its node."""
+        """The other ranks on a rank's node."""
         node = self.places[rank].node
         return [other for other, place in enumerate(self.places) if place.node == node and other != rank]
 
@@ -312,8 +311,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return self._new_actor(name, label, where, num_gpus=1 if plan.device == "cuda" else 0)
 
     def create_spare(self, node: str, number: int) -> Any:
-        """A new actor on a node. It takes nothing there, so that it can have the place of any rank of the node: what
-        Ray has reserved for that stays reserved."""
+        """A new actor on a node. It reserves nothing there, so that it can take the place of any of the node's ranks,
+        whose resources Ray keeps reserved."""
         name = f"spare-{self.generation}-{number}"
         self.spares.append(self._new_actor(name, name, strategy_on(node), num_cpus=0, num_gpus=0))
         return self.spares[-1]
@@ -325,7 +324,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return kind.remote(f"{run} {label}", self.runner)
 
     def adopt(self, plan: Plan, bundles: Sequence[int], members: Iterable[Member]) -> None:
-        """Replaces all ranks by these, perhaps on another mesh."""
+        """Replaces all ranks with these, perhaps on another mesh."""
         actors, places = zip(*members, strict=True)
         self.plan, self.bundles, self.actors, self.places = plan, list(bundles), list(actors), places
         self.rooms = list(map(self.placement.find, bundles))
@@ -334,12 +333,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self.last_heard = dict.fromkeys(range(len(self.actors)), time.monotonic())
 
     def call_runner(self, rank: int, method: str, *arguments: Any) -> Any:
-        """The pending answer of one rank's runner."""
-        name = f"{method}{arguments} in generation {self.generation}"  # as the actor's page in the dashboard shows it
+        """Calls a method of one rank's runner; returns the pending answer."""
+        name = f"{method}{arguments} in generation {self.generation}"  # shown on the actor's page in the dashboard
         return self.actors[rank].call.options(name=name).remote(self.generation, method, *arguments)
 
     def _create(self, deadline: float) -> None:
-        """Creates actors in node order, and once more if the order of their GPUs turns out to be another."""
+        """Creates the actors in node order, and once more if their GPUs turn out to be in another order."""
         mesh, across = self.plan.mesh, self.plan.tp_across_nodes
         order = order_places(bundle_places(self.placement), mesh, tensor_across_nodes=across)
         for _ in range(2):
@@ -370,8 +369,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return None
 
     def _clock_offset(self, rank: int, deadline: float) -> float:
-        """Seconds from a rank's monotonic clock to this process's: 0 on the same node, else by the fastest of 8 round
-        trips."""
+        """Seconds to add to a rank's monotonic clock to get this process's: 0 on the same node, else estimated from the
+        fastest of 8 round trips."""
         if self.places[rank].node == ray.get_runtime_context().get_node_id():
             return 0.0
         found = []
@@ -383,7 +382,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return min(found)[1]
 
     def _kill(self) -> None:
-        """Kills the processes and waits until Ray knows them dead, when their calls fail."""
+        """Kills the actors and waits until Ray knows that they are dead: then their calls fail."""
         ended, self.actors, self.spares = [*self.actors, *self.spares], [], []
         for actor in ended:
             ray.kill(actor)
@@ -391,6 +390,6 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
 
 def raise_worst(problems: Iterable[PentadError | None]) -> None:
-    """Raises what ranks have found wrong with a state, if any have: Damaged rather than Unreadable."""
+    """Raises the worst problem that a rank reports with a state, if any: Damaged before Unreadable."""
     for problem in sorted(filter(None, problems), key=lambda each: isinstance(each, Unreadable)):
         raise problem

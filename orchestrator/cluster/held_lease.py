@@ -1,4 +1,4 @@
-"""The driver's side of the lease on a run's ranks: it gets the lease, or says who has it, and renews it in a thread."""
+"""The driver's side of the lease on a run's ranks: acquires it, or says who has it, and renews it in a thread."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from pentad.orchestrator.cluster.placement import Placement
 from pentad.schedules.ir.errors import PentadError
 
 ANSWER_SECONDS = 10.0
-SETTLE_SECONDS = 30.0  # for a keeper that starts, or ends
+SETTLE_SECONDS = 30.0  # for a keeper that is starting or ending
 POLL_SECONDS = 0.1
 
 
 class HeldLease:
-    """The lease of this driver on the ranks of the run `name`, whose files are in `folder`. `ranks` is the namespace of
-    their actors and the name of their placement group; `found` says that a former driver may have left some."""
+    """This driver's lease on the ranks of the run `name`, whose files are in `folder`. `ranks` is the namespace of
+    their actors and the name of their placement group; `found` is whether a former driver may have left some."""
 
     def __init__(self, name: str, folder: str, seconds: float) -> None:
-        """Gets the lease, at once or when its holder has been silent for a while. Raises PentadError if that lives."""
+        """Acquires the lease, at once or when its holder has been silent for a while. Raises PentadError if the holder
+        lives."""
         self.name, self.seconds = name, seconds
         self.namespace = f"pentad/{name}/{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
         context = ray.get_runtime_context()
@@ -48,33 +49,33 @@ class HeldLease:
         self._renewing.start()
 
     def require(self) -> None:
-        """Raises Superseded if another driver has the lease by now, or it has expired."""
+        """Raises Superseded if another driver has taken the lease, or it has expired."""
         if self.lost:
             raise Superseded(self.lost)
 
     def is_lost(self) -> bool:
-        """As of now: asks the keeper."""
+        """Whether the lease is lost; asks the keeper."""
         self._renew_once()
         return bool(self.lost)
 
     def placement(self) -> Placement | None:
-        """The room of the ranks, if there is some."""
+        """The placement of the ranks, if there is one."""
         with suppress(RayError):
             return ray.get(self.keeper.found.remote(), timeout=ANSWER_SECONDS)[1]
         return None
 
     def actors(self) -> list[Any]:
-        """Those of the ranks that are not known to be dead."""
+        """The actors of the ranks that are not known to be dead."""
         return actors_of(self.ranks)
 
     def start_over(self) -> None:
-        """Ends all that a former driver has left, and begins another set of ranks."""
+        """Ends all that a former driver left, and begins a new set of ranks."""
         with self._asking:
             self._end()
             self.keeper, self.ranks, self.found = self._acquire()
 
     def close(self) -> None:
-        """Ends all that is left of the run on the cluster, unless it is another driver's."""
+        """Ends all that is left of the run on the cluster, unless another driver has it."""
         self._over.set()
         self._renewing.join()
         if not self.is_lost():
@@ -85,19 +86,19 @@ class HeldLease:
         ray.kill(self.keeper)
 
     def _acquire(self) -> tuple[Any, str, bool]:
-        """The keeper, the namespace of its ranks, and whether it was there already."""
+        """The keeper, the namespace of its ranks, and whether the keeper existed already."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)  # not among the ranks
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)  # the driver's node
         options = {"name": KEEPER, "namespace": self.namespace, "lifetime": "detached", "scheduling_strategy": here}
         while True:
             ranks = f"{self.namespace}/{secrets.token_hex(4)}"
-            with suppress(ValueError):  # there is one
+            with suppress(ValueError):  # a keeper exists
                 return KeeperActor.options(**options).remote(ranks, self.seconds, self.driver), ranks, False
             try:
                 keeper = ray.get_actor(KEEPER, namespace=self.namespace)
                 self._take_over(keeper)
                 return keeper, ray.get(keeper.found.remote(), timeout=ANSWER_SECONDS)[0], True
-            except (ValueError, RayError) as error:  # it is about to end, or starts again on another node
+            except (ValueError, RayError) as error:  # it is about to end, or is restarting on another node
                 if time.monotonic() > deadline:
                     text = f"the lease of the run {self.name} could not be had within {SETTLE_SECONDS:g} s"
                     raise PentadError(f"{text} ({error}): expected its keeper to answer") from None
@@ -126,32 +127,32 @@ class HeldLease:
             try:
                 if not ray.get(self.keeper.renew.remote(self.driver), timeout=ANSWER_SECONDS):
                     self.lost = "another driver commands the ranks of this run by now: this one ends"
-            except (ActorUnavailableError, GetTimeoutError):  # Ray starts it again on another node
+            except (ActorUnavailableError, GetTimeoutError):  # Ray is restarting it on another node
                 pass
             except RayError:
                 if not self._keeper_lives():
                     self.lost = f"elastic.driver_lease = {self.seconds:g} s have passed while this driver stood still"
 
     def _keeper_lives(self) -> bool:
-        """Whether it has not ended for good: calls also fail as if it had while Ray starts it again."""
+        """Whether the keeper has not ended for good: while Ray restarts it, calls fail in the same way."""
         try:
             return bool(ray.get_actor(KEEPER, namespace=self.namespace) == self.keeper)
         except ValueError:
             return False
-        except RayError:  # the head of the cluster is away
+        except RayError:  # the cluster's head is unreachable
             return True
 
 
 def held_lease(name: str, folder: str, seconds: float) -> AbstractContextManager[HeldLease]:
-    """Holds the lease of a run for the length of the block, and then ends what is left of its ranks. Raises PentadError
-    while another driver has it."""
+    """Holds the lease of a run for the block, and then ends what is left of its ranks. Raises PentadError if another
+    driver holds it."""
     return closing(HeldLease(name, folder, seconds))
 
 
 def has_ended(job: str) -> bool:
-    """Whether Ray knows that the driver of this job is gone."""
+    """Whether Ray knows that the job's driver is gone."""
     try:
         jobs = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address).get_all_job_info()
-    except Exception:  # private to Ray: without it the holder must be silent for a while
+    except Exception:  # private to Ray: if it fails, the holder must have been silent for a while
         return False
     return any(found.is_dead for key, found in jobs.items() if key.hex() == job)

@@ -1,10 +1,10 @@
-"""Who commands the ranks of a run: one driver at a time, and for a while after its death nobody.
+"""The lease on a run's ranks: one driver controls them at a time, and nobody for a while after its death.
 
-On a cluster that outlives the driver, the ranks are detached actors. A small actor, the keeper, has the lease: the
-driver renews it, another driver gets it once the first one is gone, and when nobody has renewed it for
-`elastic.driver_lease` seconds, the keeper ends the ranks and itself. Ray allows one actor of a name, so a run has one
-keeper on a cluster; it is restarted if its node is lost, and then takes the first driver that renews as the holder. The
-fence is not here: every command to a rank carries its generation (see `Worker.fence`).
+On a cluster that outlives the driver, the ranks are detached actors. A small actor, the keeper, manages the lease: the
+driver renews it, another driver gets it once the first one is gone, and if nobody renews it for `elastic.driver_lease`
+seconds, the keeper ends the ranks and itself. Ray allows only one actor per name, so a run has one keeper on a cluster.
+It is restarted if its node is lost, and then accepts the first driver that renews as the holder. The lease does not
+fence: every command to a rank carries its generation (see `Worker.fence`).
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class LeaseView(NamedTuple):
 
 
 def renew_seconds(lease_seconds: float) -> float:
-    """Time between two renewals."""
+    """Seconds between two renewals."""
     return min(MAX_RENEW_SECONDS, lease_seconds / 10)
 
 
 def silent_seconds(lease_seconds: float) -> float:
-    """Without a renewal for so long, the holder counts as gone."""
+    """Seconds without a renewal after which the holder counts as gone."""
     return 5 * renew_seconds(lease_seconds)
 
 
 class Lease:
-    """The rules, without Ray and without a clock: `now` are monotonic seconds."""
+    """The rules of the lease, without Ray and without a clock: `now` is in monotonic seconds."""
 
     def __init__(self, seconds: float, holder: Holder | None, now: float) -> None:
         self.seconds, self.holder, self.renewals, self.renewed = seconds, holder, 0, now
@@ -59,14 +59,14 @@ class Lease:
         return LeaseView(self.holder, self.renewals, now - self.renewed)
 
     def acquire(self, driver: Holder, replaces: Holder | None, now: float) -> bool:
-        """Gives the lease to `driver` if `replaces`, who is gone, is still the holder."""
+        """Gives the lease to `driver` if nobody or `replaces`, which is gone, still holds it. Returns whether."""
         if self.holder not in (None, replaces, driver):
             return False
         self.holder = driver
         return self.renew(driver, now)
 
     def renew(self, driver: Holder, now: float) -> bool:
-        """False if another driver has the lease."""
+        """Renews the lease for `driver`. False if another driver has it."""
         if self.holder not in (None, driver):
             return False
         self.holder, self.renewed = driver, now
@@ -78,8 +78,8 @@ class Lease:
 
 
 class Keeper:
-    """The actor with the lease of a run. `ranks` is the namespace of the ranks, and the name of the placement group
-    with which they end; another set of ranks of the same run has another one."""
+    """The actor that manages the lease of a run. `ranks` is the namespace of one set of the run's ranks and the name of
+    their placement group; another set has another name."""
 
     def __init__(self, ranks: str, seconds: float, holder: Holder) -> None:
         self.ranks, self.changing = ranks, threading.Lock()
@@ -102,7 +102,7 @@ class Keeper:
 
     @ray.method(enable_task_events=False)
     def found(self) -> tuple[str, Placement | None]:
-        """`ranks`, and their room, if there is some."""
+        """`ranks`, and their placement if there is one."""
         return self.ranks, find_placement(self.ranks)
 
     def _watch(self) -> None:
@@ -112,7 +112,7 @@ class Keeper:
                 if self.lease.is_expired(time.monotonic()):
                     break
         print(f"no driver has renewed the lease of {self.ranks} for {self.lease.seconds:g} s: these ranks end")
-        while True:  # the head of the cluster may be away
+        while True:  # the cluster's head may be unreachable
             with suppress(Exception):
                 end_ranks(self.ranks, find_placement(self.ranks))
                 ray.kill(ray.get_runtime_context().current_actor)
@@ -120,7 +120,7 @@ class Keeper:
 
 
 def actors_of(ranks: str) -> list[Any]:
-    """Those of the ranks and spares in this namespace that are not known to be dead."""
+    """The ranks and spares in this namespace that are not known to be dead."""
     known = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == ranks]
     found = []
     for name in sorted(known):
@@ -130,7 +130,7 @@ def actors_of(ranks: str) -> list[Any]:
 
 
 def end_ranks(ranks: str, placement: Placement | None) -> None:
-    """Frees their room, and ends them: those that were spares are not bound to it."""
+    """Frees the placement of these ranks and kills them: former spares would not end with the placement."""
     if placement is not None:
         release(placement)
     for actor in actors_of(ranks):

@@ -21,26 +21,26 @@ from pentad.schedules.ir.errors import PentadError
 OBJECT_STORE_BYTES = 200 << 20  # a run sends plans and step results through it, no tensors
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_SECONDS = 2.0  # for the head to exit by itself
-# No usage reports, no copies on stderr of errors that a WorkerGroup reports itself, and not a second's wait for word of
-# the death of an actor that is gone: with its node, the one that would send it is gone as well.
+# No usage reports, no copies on stderr of errors that a WorkerGroup reports itself, and no full second's wait for the
+# report of an actor's death: if its node is lost, so is the process that would send it.
 DRIVERS_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "RAY_timeout_ms_task_wait_for_death_info": "500",
 }
-# Every rank sees all GPUs of its node, as a copy between two GPUs requires.
+# Every rank sees all GPUs of its node, as copies between two GPUs require.
 SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 # Ray would start a process per CPU when a driver connects, too late for the ranks, which get processes of their own.
 NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
-# Ray gives workers a niceness of 15, so that whatever else runs on the machine delays the launches of a rank.
+# By default Ray gives workers a niceness of 15: anything else on the machine would delay a rank's kernel launches.
 USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
-# A local cluster stores nothing: what the environment says of storage is meant for the head of another one.
+# A local cluster stores nothing: storage settings in the environment are meant for another cluster's head.
 IN_MEMORY = {"RAY_gcs_storage": "memory", "RAY_REDIS_ADDRESS": None}
 
 
 class LocalHead:
-    """A head process that is starting. `dashboard` is the URL its dashboard will have, None without one; `token_file`
-    holds the token that Ray's interfaces ask for, None where they ask for none."""
+    """A head process that is starting. `dashboard` is the URL that its dashboard will have, None without one;
+    `token_file` holds the token that Ray's interfaces require, None if they require none."""
 
     def __init__(self, folder: Path, options: dict[str, Any], dashboard: str | None, token: str) -> None:
         self.folder, self.dashboard = folder, dashboard
@@ -54,7 +54,7 @@ class LocalHead:
             )
 
     def wait_for_address(self) -> str:
-        """The cluster's HOST:PORT, once it is up. Raises PentadError when Ray does not start."""
+        """The cluster's HOST:PORT, once it is up. Raises PentadError if Ray does not start."""
         assert self.process.stdout is not None
         answer = json.loads(self.process.stdout.readline() or '{"error": "its head process exited"}')
         if "error" in answer:
@@ -62,10 +62,10 @@ class LocalHead:
         return answer["address"]
 
     def start_dashboard(self) -> None:
-        """Returns immediately; the dashboard then takes about two CPU seconds to start. Does nothing without one."""
+        """Starts the dashboard, if there is to be one. Returns at once; starting takes about two CPU seconds."""
         assert self.process.stdin is not None
         if self.dashboard:
-            with suppress(OSError):  # the head is gone, which others report
+            with suppress(OSError):  # the head is gone, which is reported elsewhere
                 self.process.stdin.write("dashboard\n")
                 self.process.stdin.flush()
 
@@ -93,12 +93,12 @@ def launch(section: ClusterSection, ranks: int) -> Iterator[LocalHead | None]:
     """Launches the head of a local cluster with room for `ranks` and returns while it starts; None for any other
     cluster.address. The cluster listens on the loopback interface only, and ends with the block or with this process.
 
-    Raises PentadError when cluster.dashboard_port is taken, or this process is connected to a Ray cluster already.
+    Raises PentadError if cluster.dashboard_port is taken, or this process is already connected to a Ray cluster.
     """
     is_local = section.address == "local"
     has_dashboard = is_local and section.dashboard
     held = reserve("cluster.dashboard_port", LOOPBACK, section.dashboard_port) if has_dashboard else nullcontext()
-    with held as port:  # Ray's own daemons start before its dashboard, on any free ports
+    with held as port:  # Ray's own daemons start before its dashboard and might take the port
         _require_no_session(section.address)
         if is_local:
             yield from _launch(section, ranks, port.getsockname()[1] if port else None)
@@ -127,8 +127,8 @@ def _launch(section: ClusterSection, ranks: int, port: int | None) -> Iterator[L
 
 @contextmanager
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets variables of this process, or removes those that are None, which Ray's processes inherit; a Ray that is
-    imported already reads them again."""
+    """Sets environment variables of this process, which Ray's processes inherit, for the block; None removes one. Ray
+    reads them again if it is already imported."""
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:
@@ -147,7 +147,8 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def _require_no_session(address: str) -> None:
-    """A process is connected to one Ray cluster at a time, and that of a run needs variables of its own."""
+    """Raises PentadError if this process is connected to a Ray cluster: it can have only one, and a run's needs its own
+    environment variables."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         found = f"but this process is connected to the Ray cluster at {ray.get_runtime_context().gcs_address} already"

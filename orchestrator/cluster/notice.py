@@ -1,4 +1,4 @@
-"""The notice that a rank's process or its node is about to end: the state is handed over first, so that no step is
+"""The notice that a rank's process or its node is about to end, so that the state is handed over first and no step is
 lost."""
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import time
 import urllib.request
 from pathlib import Path
 
-TERM_SECONDS = 30.0  # from SIGTERM to the end, as Kubernetes gives it, whatever the driver does
+TERM_SECONDS = 30.0  # from SIGTERM to the end, as in Kubernetes, whatever the driver does
 POLL_SECONDS, ANSWER_SECONDS = 1.0, 1.0
 
 
 class Notice:
-    """`text` says that the process is about to end, and `of_node` that its node is; '' without a notice. To be made in
-    the main thread, as it handles SIGTERM: the first one is a notice, and the process ends later; a second one ends it.
-    """
+    """`text` says that the process is about to end, `of_node` that its node is; '' without a notice. Must be created in
+    the main thread, because it handles SIGTERM: the first one is a notice, and the process ends TERM_SECONDS later; a
+    second one ends it at once."""
 
     def __init__(self) -> None:
         self.text = self.of_node = ""
@@ -25,7 +25,7 @@ class Notice:
         signal.signal(signal.SIGTERM, self._receive)
 
     def watch(self, where: str | None) -> None:
-        """From now on a notice for the node is that there is a file at this path, or that this URL answers with 200."""
+        """Watches for a notice of the node's end: the file `where` exists, or the URL `where` answers with 200."""
         if where is not None and self._watched is None:
             self._watched = where
             threading.Thread(target=self._watch, args=(where,), daemon=True).start()
@@ -45,7 +45,7 @@ class Notice:
 
 
 def is_announced(where: str) -> bool:
-    """Whether there is a file, or the URL answers with 200; not if it cannot be reached now."""
+    """Whether the file `where` exists, or the URL `where` answers with 200; False if it cannot be reached."""
     if "://" not in where:
         return Path(where).exists()
     try:

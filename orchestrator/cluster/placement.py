@@ -15,12 +15,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Mesh, numbered, ranks_in_host_order
 
-PREEMPTION = 2  # of the reasons to drain a node, the one that does not wait for it to be idle
-NODE = "ray.io/node-id"  # the label by which Ray knows every node
+PREEMPTION = 2  # the reason to drain a node that does not wait until it is idle
+NODE = "ray.io/node-id"  # label with the node's ID, which Ray gives every node
 
 
 class Place(NamedTuple):
-    """Room for one rank: a bundle of the placement group, its node, and its GPU (-1: none, or not known yet)."""
+    """Room for one rank: a bundle of the placement group, its node, and its GPU (-1: none or not yet known)."""
 
     bundle: int
     node: str
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 class Placement:
     """Room for the ranks of a run: the bundles of a placement group. Bundles that have `moved` are in another group;
-    the place that they had stays reserved, so that nothing runs there. With a `name` the groups outlive this driver."""
+    their old place stays reserved so that nothing runs there. With a `name` the groups outlive this driver."""
 
     def __init__(self, group: PlacementGroup, name: str | None = None) -> None:
         self.group, self.name, self.number = group, name, 0
@@ -41,11 +41,12 @@ class Placement:
         return int(self.group.bundle_count)
 
     def find(self, bundle: int) -> tuple[PlacementGroup, int]:
-        """The group and its bundle where a bundle is now."""
+        """Where a bundle is now: a placement group and the index in it."""
         return self.moved.get(bundle, (self.group, bundle))
 
     def reserve_elsewhere(self, bundles: Sequence[int], device: str, nodes: str) -> PlacementGroup:
-        """Asks Ray for other room for some of the bundles, on one node of those that `nodes` selects."""
+        """Requests other room from Ray for some of the bundles, all on one node that the label selector `nodes`
+        allows."""
         self.number += 1
         name = f"{self.name}/{self.number}/{'-'.join(map(str, bundles))}"
         lifetime = {"name": name, "lifetime": "detached"} if self.name else {}
@@ -55,24 +56,24 @@ class Placement:
         return group
 
     def move(self, bundles: Sequence[int], group: PlacementGroup) -> None:
-        """To the room that was reserved for them."""
+        """Moves bundles to the room reserved for them."""
         self.moved |= {bundle: (group, index) for index, bundle in enumerate(bundles)}
 
     def move_back(self, bundles: Iterable[int]) -> bool:
-        """Those that have moved return to the places that they had; whether there are some."""
+        """Returns bundles that have moved to their old places; False if none had moved."""
         returning = [bundle for bundle in bundles if bundle in self.moved]
         for bundle in returning:
             del self.moved[bundle]
         return bool(returning)
 
     def give_up(self, group: PlacementGroup) -> None:
-        """Other room into which nothing has moved."""
+        """Frees other room into which nothing has moved."""
         self.others.remove(group)
         ray.util.remove_placement_group(group)
 
 
 def find_placement(name: str) -> Placement | None:
-    """The room with this name, if there is some; its bundles have moved where that room had been found."""
+    """The placement with this name, if there is one, with bundles moved to other room that was reserved and found."""
     main, others = None, []
     for key, facts in ray.util.placement_group_table().items():
         group = PlacementGroup(PlacementGroupID(bytes.fromhex(key)))
@@ -99,7 +100,7 @@ def order_places(places: Sequence[Place], mesh: Mesh, *, tensor_across_nodes: bo
 
     Places are sorted by node and GPU and filled with tp innermost, then cp, ep, pp and dp: the pipeline stages of a
     replica are adjacent, and no replica is split on nodes whose size is a multiple of a replica's. Raises PentadError
-    when a tp group would span nodes, unless it may.
+    if a tp group would span nodes, unless `tensor_across_nodes`.
     """
     assert len(places) == mesh.size
     size = Counter(place.node for place in places)
@@ -122,11 +123,11 @@ def reserve(
     detached: str | None = None,
     without: Collection[str] = (),
 ) -> Placement:
-    """A placement group of one bundle per rank, packed onto as few nodes as possible, none of which is in `without`;
-    waits until it is placed. With a name, `detached`, it outlives this driver.
+    """Reserves one bundle per rank, packed onto as few nodes as possible, none of which is in `without`, and waits
+    until they are placed. With a name, `detached`, the placement outlives this driver.
 
-    Raises PentadError, with nothing reserved, when the cluster has no room within the time, and at once when it never
-    will: it is too small and `fixed`, without an autoscaler that adds nodes.
+    Raises PentadError, with nothing reserved, if there is no room within `timeout_seconds`, and at once if the cluster
+    is too small and `fixed`, that is, has no autoscaler.
     """
     bundle = _bundle(device)
     total = _total(without)
@@ -159,51 +160,51 @@ def release(placement: Placement) -> None:
 
 
 def all_but(nodes: Collection[str]) -> str:
-    """Selects all nodes but these."""
+    """A label selector for all nodes but these."""
     return f"!in({','.join(sorted(nodes))})"
 
 
 def node_of(group: PlacementGroup) -> str:
-    """The node of its first bundle; '' if it has none yet."""
+    """The node of the group's first bundle; '' if it has none yet."""
     return _nodes_of(group).get(0, "")
 
 
 def node_names() -> dict[str, str]:
-    """The addresses of nodes by Ray's IDs. Nodes of a cluster on one machine share its address."""
+    """The nodes' addresses by Ray's IDs, with a part of the ID added where several nodes share an address."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     counts = Counter(addresses.values())
     return {node: at if counts[at] == 1 else f"{at}/{node[:6]}" for node, at in addresses.items()}
 
 
 def label_values(label: str) -> dict[str, str]:
-    """By node, the values of a label that Ray's nodes start with; those without it are left out."""
+    """The values of a Ray node label, by node; nodes without it are left out."""
     return {node["NodeID"]: node["Labels"][label] for node in ray.nodes() if label in node["Labels"]}
 
 
 def failure_domains(nodes: Iterable[str], label: str | None) -> list[str]:
-    """For each of some nodes: the value of Ray's node label `label`, which those have that fail together. A node that
-    has none fails alone."""
+    """The failure domain of each node: its value of the Ray node label `label`, which nodes that fail together share. A
+    node without one fails alone."""
     values = {} if label is None else label_values(label)
     return [values.get(node, node) for node in nodes]
 
 
 def strategy_of(placement: Placement, bundle: int) -> PlacementGroupSchedulingStrategy:
-    """Has Ray place an actor there."""
+    """The strategy with which Ray places an actor in a bundle."""
     group, index = placement.find(bundle)
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
 
 def strategy_on(node: str) -> NodeAffinitySchedulingStrategy:
-    """Has Ray place an actor on a node, and on no other."""
+    """The strategy with which Ray places an actor on this node and on no other."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def free_rooms(device: str) -> dict[str, int] | None:
-    """How many more ranks the nodes that are not draining have room for; None if Ray does not say."""
+    """How many more ranks each node that is not draining has room for; None if Ray does not say."""
     needs, leaving = _bundle(device), draining()
     try:
         free = ray._private.state.available_resources_per_node()
-    except Exception:  # private to Ray, whose head may be away
+    except Exception:  # private to Ray, whose head may be unreachable
         return None
     return {
         node: min(int(has.get(kind, 0.0) // need) for kind, need in needs.items())
@@ -213,14 +214,14 @@ def free_rooms(device: str) -> dict[str, int] | None:
 
 
 def bundle_places(placement: Placement) -> tuple[Place, ...]:
-    """The bundles, with their nodes."""
+    """The bundles that are placed, with their nodes."""
     nodes = _nodes_of(placement.group)
     nodes |= {bundle: _nodes_of(group).get(index, "") for bundle, (group, index) in placement.moved.items()}
     return tuple(Place(bundle, node) for bundle, node in sorted(nodes.items()))
 
 
 def living_bundles(placement: Placement) -> dict[int, str]:
-    """The nodes of bundles that are on living nodes; Ray moves the others when it finds room.
+    """The nodes of the bundles that are on living nodes; Ray moves the others once it finds room.
 
     A draining node accepts no actors, and its bundles are moved once it is gone.
     """
@@ -232,12 +233,12 @@ def draining() -> dict[str, int]:
     """Deadlines of draining nodes in Unix milliseconds, 0 if unknown."""
     try:
         return dict(ray._private.state.state.get_draining_nodes())
-    except Exception:  # private to Ray: without it there is no notice
+    except Exception:  # private to Ray: if it fails, there is no notice
         return {}
 
 
 def drain(node: str, seconds: float, reason: str) -> bool:
-    """Has Ray place nothing more on a node that ends in so many seconds; returns whether it accepts that."""
+    """Has Ray place nothing more on a node that ends in `seconds`; returns whether Ray accepts that."""
     try:
         client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
         accepted, _ = client.drain_node(node, PREEMPTION, reason, int((time.time() + seconds) * 1000))
@@ -247,7 +248,7 @@ def drain(node: str, seconds: float, reason: str) -> bool:
 
 
 def placed_hosts(placement: Placement, mesh: Mesh, *, tensor_across_nodes: bool) -> tuple[int, ...]:
-    """The hosts of ranks that are placed as `order_places` does, by rank. Raises PentadError as that does."""
+    """The host of each rank when placed in the order of `order_places`. Raises PentadError as that does."""
     places = bundle_places(placement)
     node = {place.bundle: place.node for place in places}
     return numbered(node[bundle] for bundle in order_places(places, mesh, tensor_across_nodes=tensor_across_nodes))
@@ -258,7 +259,7 @@ def _nodes_of(group: PlacementGroup) -> dict[int, str]:
 
 
 def _total(without: Collection[str]) -> Counter[str]:
-    """The resources of all other nodes."""
+    """The total resources of the living nodes that are not in `without`."""
     total = Counter[str]()
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] not in without:

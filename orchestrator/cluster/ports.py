@@ -1,4 +1,4 @@
-"""Whether a port of this machine is free, and if not, who has it; and keeping it free."""
+"""Checks and reserves ports of this machine, and names the process that has a taken one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pentad.schedules.ir.errors import PentadError
 
 
 def require_free(key: str, host: str, port: int) -> None:
-    """Raises PentadError when nothing can listen at the port; 0 means any."""
+    """Raises PentadError if nothing can listen at the port; 0 means any."""
     reserve(key, host, port).close()
 
 
 def reserve(key: str, host: str, port: int) -> socket.socket:
-    """A socket bound to the port, or to a free one for 0. Until it is closed the system gives that port to nobody who
-    asks for any, while a server that asks for it by number (with SO_REUSEADDR) gets it, because nothing listens yet.
+    """A socket bound to the port, or to a free one for 0. Until it is closed, nobody who asks for any port gets this
+    one, but a server that asks for it by number (with SO_REUSEADDR) does, because nothing listens there yet.
 
-    Raises PentadError when nothing can listen there.
+    Raises PentadError if nothing can listen there.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

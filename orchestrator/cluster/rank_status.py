@@ -1,4 +1,4 @@
-"""What a rank is doing, from its progress file and the streams that it runs."""
+"""What a rank is doing, from its progress file and its instruction streams."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.lanes.progress_file import Progress, read_progress
 from pentad.workers.runtime.telemetry import GpuState
 
-Streams = tuple[tuple[Action, ...], ...]  # of a rank, by program of the plan
+Streams = tuple[tuple[Action, ...], ...]  # one rank's, by program of the plan
 
 
 class Status(NamedTuple):
-    """What a rank is doing: `counter` is the index in its stream, -1 between steps, `instruction` that instruction's
-    text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU. The stream is
-    that of `program` of the plan's programs; in an evaluation `counter` counts the actions of all rounds. `leaving` is
-    the notice that its process is about to end, `node_leaving` the one that its node is; '' without one. `waits` and
-    `axis` are those of Progress. `chunks` grows while its process writes, commits or
-    reads a checkpoint."""
+    """What a rank is doing: `counter` is the index in its stream (-1 between steps), `instruction` that instruction's
+    text ('' between steps), and `age` the seconds since it began. `program` is the index, in the plan's programs, of
+    the one whose stream it runs; in an evaluation `counter` counts the actions of all rounds. `gpu` is a recent reading
+    of its GPU. `leaving` is the notice that its process is about to end, `node_leaving` that its node is; '' without
+    one. `waits` and `axis` are as in Progress. `chunks` grows while its process writes, commits or reads a checkpoint.
+    """
 
     generation: int
     step: int
@@ -37,7 +37,7 @@ class Status(NamedTuple):
 
 
 def streams_of(plan: Plan, rank: int) -> Streams:
-    """What a rank of the mesh runs of each program of the plan."""
+    """The stream that a rank of the mesh runs in each program of the plan."""
     return tuple(program.streams[plan.mesh.coordinates(rank).pp] for program in plan.programs)
 
 
@@ -54,6 +54,6 @@ def status_of(state: Progress, streams: Streams) -> Status:
 
 
 def instruction_text(action: Action) -> str:
-    """'2SEND_F0>3', '(1F4+2BW0)': an instruction without its dependencies."""
+    """The text of an action without its dependencies, such as '2SEND_F0>3' or '(1F4+2BW0)'."""
     texts = [str(part).partition(" after ")[0] for part in action.parts]
     return texts[0] if len(texts) == 1 else f"({'+'.join(texts)})"

@@ -1,10 +1,10 @@
 """The head process of a local Ray cluster, in a session of its own; the cluster ends with the driver.
 
 `python -m pentad.orchestrator.cluster.ray_head FOLDER OPTIONS` prints one line of JSON, the cluster's address or the
-error, and runs until its standard input ends: when the driver closes it or dies. It then kills every process of its
+error, and runs until its standard input ends because the driver closes it or dies. It then kills every process of its
 session and removes FOLDER. Signals to the driver's process group (Ctrl-C, a batch system's SIGTERM) do not reach
-another session, so the ranks can still write a checkpoint. A line "dashboard" on standard input starts the dashboard,
-which takes two seconds of CPU that the ranks need while they start.
+another session, so the ranks can still write a checkpoint. The dashboard starts only on a line "dashboard" on standard
+input: it takes two CPU seconds that the ranks need while they start.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ psutil = ray._private.node.psutil  # Ray vendors it
 
 
 class HeadNode(Node):
-    """Starts what `ray start --head` would, on free ports, without autoscaler, log forwarding and, at first,
+    """Starts what `ray start --head` would, on free ports, but without an autoscaler, log forwarding and, at first, a
     dashboard."""
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class HeadNode(Node):
         """Left to `start_dashboard`."""
 
     def start_dashboard(self) -> None:
-        """A run does not end for lack of a dashboard; the head's log says why there is none."""
+        """Starts the dashboard. If that fails, the run continues without one, and the head's log says why."""
         try:
             super().start_api_server(include_dashboard=True, raise_on_failure=True)
         except Exception:
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def kill_sessions(sessions: Container[int], seconds: float = 5.0) -> None:
-    """Kills every process of these sessions but this one, and waits until they are gone."""
+    """Kills every process of these sessions but this one, and waits up to `seconds` until they are gone."""
     deadline = time.monotonic() + seconds
     while (left := members_of(sessions)) and time.monotonic() < deadline:
         for process in left:

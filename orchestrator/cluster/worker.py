@@ -1,8 +1,8 @@
 """The Ray actor around a Runner: one process, one rank.
 
-Every call that changes a rank carries its generation number; a call of an earlier generation is refused. Calls of the
-runner share one thread, because a CUDA device is chosen per thread; a second group of threads answers while that one is
-stuck in a collective, a third one writes checkpoints beside training, and a fourth one sends copies to other ranks.
+Every call that changes a rank carries its generation number; calls from an earlier generation are refused. Calls of the
+runner share one thread, because a CUDA device is chosen per thread. A second group of threads answers while that one is
+stuck in a collective, a third writes checkpoints while training continues, and a fourth sends copies to other ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pentad.workers.runtime.results import Committed, RankSnapshot, WrittenShard
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
 from pentad.workers.torch_import import defer_meta_kernels
 
-if TYPE_CHECKING:  # imports torch, which the driver does without
+if TYPE_CHECKING:  # imports torch, which the driver does not need
     from pentad.workers.replication.replicator import SentPart
 
 GPU_SECONDS = 5.0  # between two readings of a GPU
@@ -58,9 +58,9 @@ class WorkerPlace(NamedTuple):
 
 
 class RankPlacement(NamedTuple):
-    """Which rank a worker was started as, -1: none yet, in which bundles of the placement group all ranks were, and on
-    which `hosts` (see Plan). `fits`: it runs the plan and the version of pentad that was asked about. `token` is that
-    of its copies in memory."""
+    """The rank that a worker was started as (-1: none yet), and the placement group's bundles and the `hosts` (see
+    Plan) of all ranks at that time. `fits` is whether it runs the plan and version of pentad asked about. `token` is
+    the token of its copies in memory."""
 
     place: WorkerPlace
     generation: int
@@ -81,14 +81,14 @@ class Worker:
     def __init__(self, label: str, runner: str) -> None:
         self.label, self.runner_class = label, runner
         self.notice = Notice()
-        # torch takes a second to import: meanwhile the driver collects where the workers are.
+        # torch takes a second to import; meanwhile the driver collects the workers' places.
         threading.Thread(target=self._preload, daemon=True).start()
         session = ray._private.worker.global_worker.node.get_session_dir_path()
         self.streams: Streams = ()
         self.plan: Plan | None = None
         self.rank, self.bundles = -1, tuple[int, ...]()
         self.generation, self.changing = 0, threading.Lock()
-        self.given_up = -1  # steps of the checkpoint being committed, if nobody waits for it any more
+        self.given_up = -1  # step of the checkpoint being committed, if it was given up
         self.gpu, self.gpu_read = -1, 0.0
         self.gpu_state: GpuState | None = None
         self.runner: Any = None
@@ -101,8 +101,8 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def start(self, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...], keep: bool) -> str:
-        """Creates the runner, with the state of the one before if it is to `keep` that; all ranks are in these
-        `bundles`. Returns the name of its GPU, '' on a CPU."""
+        """Creates the runner; with `keep` it inherits the state of the previous one. `bundles` are those of all ranks.
+        Returns the name of its GPU, '' on a CPU."""
         kind = pkgutil.resolve_name(self.runner_class)
         self.gpu = self._gpu_number()
         gpu = _visible_index(self.gpu) if plan.device == "cuda" else 0
@@ -111,7 +111,7 @@ class Worker:
             if not keep:
                 self.runner = None
         if not keep:
-            gc.collect()  # there may be no room for another state beside the one before
+            gc.collect()  # there may be no room for a second state beside the old one
         runner = kind(plan, rank, self.progress_file, generation, gpu, self.runner, copies=self.copies)
         with self.changing:
             self._require(generation >= self.generation, generation)
@@ -137,12 +137,12 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def leave(self, generation: int) -> RankSnapshot:
-        """What this rank holds after a fence; without a runner, nothing."""
+        """What this rank holds after a fence; nothing without a runner."""
         return RankSnapshot(-1, False, 0.0, ()) if self.runner is None else self.call(generation, "leave")
 
     @ray.method(concurrency_group="control")
     def fence(self, generation: int) -> None:
-        """Ends the generation before `generation`: unblocks the train thread, and refuses calls that arrive late."""
+        """Begins `generation`: unblocks the train thread, and from now on refuses calls from earlier generations."""
         with self.changing:
             self._require(generation > self.generation, generation)
             self.generation = generation
@@ -157,12 +157,12 @@ class Worker:
 
     @ray.method(concurrency_group="control", enable_task_events=False)
     def read_progress_of(self, progress_file: str, streams: Streams) -> Status:
-        """The status of another rank of this node, which does not answer."""
+        """The status of another rank on this node, which does not answer."""
         return read_status(Path(progress_file), streams)
 
     @ray.method(concurrency_group="control")
     def kill(self, pid: int) -> None:
-        """Kills another process of this node."""
+        """Kills another process on this node."""
         os.kill(pid, signal.SIGKILL)
 
     @ray.method(concurrency_group="checkpoint")
@@ -173,8 +173,8 @@ class Worker:
 
     @ray.method(concurrency_group="checkpoint")
     def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
-        """Writes this rank's part of the snapshot of `step` steps, beside training. Returns why not if the storage is
-        at fault, which ends nothing."""
+        """Writes this rank's part of the snapshot of `step` steps while training continues. If storage fails, returns
+        why; that does not end the run."""
         self._require_equal(generation)
         try:
             return self.runner.write(folder, step)
@@ -183,8 +183,8 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def give_up_save(self, generation: int, step: int) -> None:
-        """`write` or `commit` of `step` steps hangs: training no longer waits for it, and nothing more of the
-        checkpoint appears when it returns."""
+        """Gives up a `write` or `commit` of `step` steps that hangs: training no longer waits for it, and it publishes
+        nothing if it returns after all."""
         with self.changing:
             self._require_equal(generation)
             self.given_up = step
@@ -194,7 +194,7 @@ class Worker:
     def commit(
         self, generation: int, folder: str, step: int, shards: list[dict[str, Any]], meta: dict[str, Any]
     ) -> Committed:
-        """Commits a checkpoint, beside training. After a fence nothing is committed."""
+        """Commits a checkpoint while training continues. Commits nothing after a fence."""
         self.given_up, path = -1, location(folder)
         found = [checkpoint.Shard.from_plain(shard) for shard in shards]
         publishing, saved = partial(self._publishing, generation, step), list(checkpoint.committed(path.parent))
@@ -203,8 +203,9 @@ class Worker:
 
     @ray.method(concurrency_group="checkpoint")
     def prune(self, generation: int, folder: str, keep: int, pinned: tuple[int, ...]) -> str:
-        """Deletes checkpoints that are older than the one in `folder` but those of `pinned` steps, beside training;
-        returns why one is still there, or ''. Raises PentadError if that one was damaged when it was read again."""
+        """Deletes checkpoints older than the one in `folder`, except the newest `keep` and those of `pinned` steps,
+        while training continues; returns why one could not be deleted, or ''. Raises PentadError if the manifest in
+        `folder` cannot be read back."""
         self._require_equal(generation)
         path, reason = location(folder), ""
         try:
@@ -216,15 +217,15 @@ class Worker:
 
     @ray.method(concurrency_group="checkpoint")
     def discard(self, generation: int, folder: str) -> None:
-        """Deletes what has been written of a checkpoint that will not be: the next one needs the room."""
+        """Deletes the files of a checkpoint that will not be committed: the next one needs the space."""
         self._require_equal(generation)
         with suppress(PentadError):
             discard(location(folder))
 
     @ray.method(concurrency_group="copies")
     def serve_copies(self, host: str, token: bytes) -> str:
-        """Accepts and gives out copies of ranks' states, at 'HOST:PORT'. Returns once there is memory for those of its
-        own state, or none: `replicate` says so."""
+        """Starts a server that accepts and gives out copies of ranks' states, and returns its 'HOST:PORT' once memory
+        for copies of its own state has been reserved, or not: `replicate` then says so."""
         server = self._serve(host, token)
         with suppress(PentadError):
             self.runner.reservation.result()
@@ -238,7 +239,8 @@ class Worker:
     def hand_over(
         self, generation: int, key: CopyKey, parts: dict[int, ParamShard], neighbours: int, host: str, token: bytes
     ) -> str | None:
-        """Gives out what this rank holds of the state, after a fence. Returns why not if there is no memory for it."""
+        """Offers what this rank holds of the state to others, after a fence. If there is no memory for it, returns
+        why."""
         self._serve(host, token)
         try:
             self.call(generation, "hand_over", key, parts, neighbours)
@@ -248,8 +250,8 @@ class Worker:
 
     @ray.method(concurrency_group="copies")
     def replicate(self, generation: int, key: CopyKey, address: str, token: bytes) -> SentPart | str:
-        """Stores the snapshot of this rank's part here and in the process at `address`, beside training. Returns why
-        not if that process does not take it, which ends nothing."""
+        """Stores the snapshot of this rank's part here and in the process at `address` while training continues. If
+        that process does not accept it, returns why; that does not end the run."""
         self._require_equal(generation)
         try:
             return self.runner.replicate(key, address, token)
@@ -258,17 +260,17 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def commit_copy(self, key: CopyKey) -> None:
-        """All parts of a copy are in place."""
+        """Commits a copy: all its parts are in place."""
         self.copies.commit(key)
 
     @ray.method(concurrency_group="control")
     def forget_copies(self, key: CopyKey | None = None) -> None:
-        """All of them, or one."""
+        """Drops one copy, or all if `key` is None."""
         self.copies.forget(key)
 
     @ray.method(concurrency_group="control")
     def held_copies(self) -> tuple[str, list[HeldPart]]:
-        """What this process holds, and where it gives that out; nothing is there if it does not."""
+        """The address at which this process gives out copies ('' if it does not), and the parts that it holds."""
         return self.copy_server.address if self.copy_server else "", self.copies.held()
 
     @ray.method(concurrency_group="train")
@@ -286,8 +288,8 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def warm(self, device: str) -> WorkerPlace:
-        """Where a spare is, which is no rank yet; answers once it has imported all that a rank needs, and initialized
-        the CUDA driver. It takes no memory of a GPU."""
+        """The place of a spare, which is not a rank yet, once it has imported all that a rank needs and initialized the
+        CUDA driver. Takes no GPU memory."""
         pkgutil.resolve_name(self.runner_class)
         if device == "cuda":
             pkgutil.resolve_name("pentad.workers.runtime.rank_setup:warm_up")()
@@ -295,8 +297,8 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def take(self, pid: int, gpu: int) -> WorkerPlace:
-        """Gives a spare the GPU of the process `pid` of its node, once that is gone, with what it had there; -1: it
-        needs none."""
+        """Gives a spare the GPU of the process `pid` on its node, once that process is gone and its memory with it;
+        `gpu` -1: it needs none."""
         while gpu >= 0 and _exists(pid):
             time.sleep(POLL_SECONDS)
         self.gpu = gpu
@@ -310,7 +312,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def rank_placement(self, plan: Plan, version: str) -> RankPlacement:
-        """For a driver that may take this rank over, with this `plan` and in this `version` of pentad."""
+        """This worker's placement, for a driver with this `plan` and `version` of pentad that may adopt it."""
         fits = self.plan == plan and version == release()
         token = self.copy_server.token if self.copy_server else None
         hosts = self.plan.hosts if self.plan is not None else ()
@@ -318,12 +320,12 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def folder_problem(self, folder: str) -> str | None:
-        """Why the folder of a run's checkpoints cannot be read from here; None if it can."""
+        """Why the folder of a run's checkpoints cannot be accessed from here; None if it can."""
         return access_problem(location(folder))
 
     @ray.method(concurrency_group="control", enable_task_events=False)
     def status(self) -> Status:
-        """Without a generation until `start` has created the runner."""
+        """The rank's status; step -1 until `start` has created the runner."""
         leaving, of_node = self.notice.text, self.notice.of_node
         if self.runner is None or not self.progress_file.exists():
             return Status(self.generation, -1, "", 0.0, leaving=leaving, node_leaving=of_node)
@@ -333,13 +335,13 @@ class Worker:
 
     @ray.method(concurrency_group="control", enable_task_events=False)
     def clock(self) -> float:
-        """Monotonic seconds of this node."""
+        """This node's monotonic seconds."""
         return time.monotonic()
 
     @contextmanager
     def _publishing(self, generation: int, step: int) -> Iterator[None]:
-        """The generation does not end meanwhile. Raises StaleGeneration if it has, and PentadError if the checkpoint of
-        `step` steps was given up."""
+        """Keeps the generation from ending during the block. Raises StaleGeneration if it has ended, and PentadError if
+        the checkpoint of `step` steps was given up."""
         with self.changing:
             self._require_equal(generation)
             if step == self.given_up:
@@ -347,25 +349,25 @@ class Worker:
             yield
 
     def _gpu_number(self) -> int:
-        """The number of the GPU that it was started on, or has taken; -1 without one, or if it has a name, as a MIG
-        instance."""
+        """The number of the GPU that this worker was started on or has taken; -1 without one, or if the GPU has a name
+        instead, like a MIG instance."""
         return next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), self.gpu)
 
     def _preload(self) -> None:
-        if not any(Path("/dev").glob("nvidia[0-9]*")):  # kernels for GPUs look at results on the meta device
+        if not any(Path("/dev").glob("nvidia[0-9]*")):  # only kernels for GPUs need the meta device
             defer_meta_kernels()
-        with suppress(Exception), gc_paused():  # `start` raises it again
+        with suppress(Exception), gc_paused():  # `start` raises the error again
             pkgutil.resolve_name(self.runner_class)
 
     def _telemetry(self) -> GpuState | None:
-        """Read at most every GPU_SECONDS: a reading is slow."""
+        """A reading of the GPU, renewed at most every GPU_SECONDS because it is slow."""
         if self.gpu >= 0 and time.monotonic() > self.gpu_read + GPU_SECONDS:
             self.gpu_read = time.monotonic()
             self.gpu_state = read_gpu(self.gpu)
         return self.gpu_state
 
 
-# A restarted actor would have lost its state and its communicators, so Ray never restarts one.
+# A restarted actor would have lost its state and its communicators, so Ray must not restart one.
 Actor = ray.remote(
     num_cpus=1,
     max_restarts=0,
@@ -382,7 +384,7 @@ def _exists(pid: int) -> bool:
 
 
 def _visible_index(gpu: int) -> int:
-    """The CUDA index of this worker's GPU: its position among those that the node lets Ray use."""
+    """The CUDA index of this worker's GPU: its position among the GPUs visible to Ray on this node."""
     name = str(gpu if gpu >= 0 else ray.get_gpu_ids()[0])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",").index(name) if visible else int(name)

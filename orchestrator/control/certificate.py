@@ -1,6 +1,6 @@
-"""The certificate of a control service, made when it starts: a client trusts the one in control.json and no other.
+"""The certificate of a control service, made when it starts. Clients trust only the one in control.json.
 
-gRPC has plain text or TLS on a port, so the loopback device, which nobody else can listen to, does without it.
+A gRPC port has either plain text or TLS. On the loopback device, which other machines cannot reach, there is no TLS.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import grpc
 
-NAME = "pentad"  # of every service: it is not by its name that a client knows it
-_VALID = timedelta(days=3650)  # it is of no use once the service has ended
+NAME = "pentad"  # the same for every service: clients do not identify it by name
+_VALID = timedelta(days=3650)  # may be long, as it is useless once the service has ended
 
 
 class Certificate(NamedTuple):
-    """As PEM. The key is in this process alone."""
+    """A private key and its certificate as PEM. The key never leaves this process."""
 
     key: bytes
     text: bytes
@@ -28,7 +28,7 @@ class Certificate(NamedTuple):
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For a server in Python, which insists on reading the key from a file: here, one in memory."""
+        """The TLS context for a Python server. It can only read the key from a file, so this uses one in memory."""
         made, file = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), os.memfd_create("certificate")
         try:
             os.write(file, self.key + self.text)
@@ -39,7 +39,7 @@ class Certificate(NamedTuple):
 
 
 def make_certificate() -> Certificate:
-    from cryptography import x509  # takes 0.1 s, and most services need none
+    from cryptography import x509  # takes 0.1 s, and most services need no certificate
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -57,7 +57,7 @@ def make_certificate() -> Certificate:
 
 
 def require_certificate(text: str) -> None:
-    """Raises ValueError unless the text is that of a certificate, of which gRPC would complain on stderr."""
+    """Raises ValueError unless the text is a certificate; gRPC would complain about it on stderr."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
     except (ssl.SSLError, TypeError) as error:
@@ -65,7 +65,7 @@ def require_certificate(text: str) -> None:
 
 
 def open_channel(address: str, certificate: str | None, options: tuple[tuple[str, object], ...]) -> grpc.Channel:
-    """To a service with this certificate, as PEM; None: without TLS."""
+    """A channel to a service with this certificate, as PEM (None: without TLS)."""
     if certificate is None:
         return grpc.insecure_channel(address, options)
     credentials = grpc.ssl_channel_credentials(certificate.encode())

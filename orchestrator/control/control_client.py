@@ -1,5 +1,5 @@
-"""A client of a run's control service, found through control.json in its folder; and the last state of a run that has
-ended."""
+"""The client of a run's control service, found through control.json in the run's folder; and the last state of a run
+that has ended."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _OPTIONS = (
 )
 _ADDRESS = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _TOKEN = re.compile(r"[ -~]{1,1000}")
-_OTHER_CERTIFICATE = "CERTIFICATE_VERIFY_FAILED"  # in what gRPC says of a handshake
+_OTHER_CERTIFICATE = "CERTIFICATE_VERIFY_FAILED"  # part of gRPC's text about a failed handshake
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class NotLive(PentadError):
-    """The run has ended, or its process is gone; `last` is its last status, from its folder."""
+    """The run has ended, or its process is gone; `last` is its last status, read from its folder."""
 
     def __init__(self, sentence: str, last: dict[str, Any]) -> None:
         super().__init__(sentence)
@@ -46,9 +46,9 @@ class NotLive(PentadError):
 
 
 class Client(AbstractContextManager["Client"]):
-    """A live run. Its methods raise NotLive when it has ended, and PentadError for any other failure.
+    """A live run. The methods raise NotLive if it has ended, and PentadError for any other failure.
 
-    `timeout_seconds` bounds the wait for the answer; a `generation` other than 0 must be the run's current one.
+    `timeout_seconds` limits the wait for the answer; a `generation` other than 0 must be the run's current one.
     """
 
     def __init__(self, folder: Path, endpoint: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Client(AbstractContextManager["Client"]):
 
     def watch(self, timeout_seconds: float = 5.0) -> Iterator[dict[str, Any]]:
         """The status now and after each change, until the run is over; the timeout is for the first answer."""
-        self.status(timeout_seconds)  # a stuck process must not be waited for forever
+        self.status(timeout_seconds)  # do not wait forever for a stuck process
         while True:
             try:
                 for status in self._call("WatchStatus", None):
@@ -75,9 +75,9 @@ class Client(AbstractContextManager["Client"]):
                     raise self._error("WatchStatus", error, 0.0) from None
 
     def request(self, verb: str, timeout_seconds: float = 60.0, generation: int = 0) -> dict[str, Any]:
-        """Asks the run to 'pause', 'resume', 'checkpoint', 'stop' or 'abort', and waits until it has.
+        """Asks the run to 'pause', 'resume', 'checkpoint', 'stop' or 'abort', and waits until it has done so.
 
-        Returns {"run", "state", "step", "generation"}; 'step' of a checkpoint is its number of steps.
+        Returns {"run", "state", "step", "generation"}; for 'checkpoint', 'step' is the checkpoint's number of steps.
         """
         return self._ask(verb.capitalize(), timeout_seconds, generation=generation)
 
@@ -100,7 +100,7 @@ class Client(AbstractContextManager["Client"]):
         return call(method.request(**fields), timeout=seconds, metadata=self._metadata)
 
     def _error(self, name: str, error: Any, seconds: float) -> PentadError:
-        """What a failed call means for the user."""
+        """The error for the user after a failed call."""
         run, code = self.folder.name, error.code()
         if code in _GONE and _OTHER_CERTIFICATE in error.details():
             return self._foreign("certificate", "does not have")
@@ -119,9 +119,9 @@ class Client(AbstractContextManager["Client"]):
 
 
 def connect(run: str | Path) -> Client:
-    """A client of a live run, given by its folder or its name under runs/, to be closed or used in a `with`.
+    """A client of a live run, given by its folder or its name under runs/; close it or use it in a `with`.
 
-    Raises NotLive when it has ended, and PentadError when there is no such run or it cannot be reached from here.
+    Raises NotLive if the run has ended, and PentadError if there is no such run or it cannot be reached from here.
     """
     try:
         folder = resolve_run(str(run))
@@ -135,7 +135,7 @@ def connect(run: str | Path) -> Client:
 
 
 def gone(folder: Path, address: str) -> PentadError:
-    """NotLive, unless a process has the run that answers nothing there."""
+    """The error for a run that does not answer: NotLive, or another PentadError if a process still holds the run."""
     last = ended(folder)
     if holder := holder_of(folder):
         found = f"run {last['run']} does not answer at {address}, but process {holder} has it"
@@ -145,13 +145,13 @@ def gone(folder: Path, address: str) -> PentadError:
 
 
 def ended(folder: Path) -> dict[str, Any]:
-    """The last status of a run that is not live, from its folder; `step` is the number of steps done."""
+    """The last status of a run that is not live, read from its folder; `step` is the number of steps done."""
     view = last_view(folder)
     return {**view._asdict(), "evaluations": [each._asdict() for each in view.evaluations]}
 
 
 def last_view(folder: Path) -> RunView:
-    """The same, without ranks."""
+    """The last view of a run that is not live, read from its folder, without ranks."""
     config = saved_config(folder)
     rows, events = read_lines(folder / METRICS, ["step", "generation"]), read_lines(folder / JOURNAL, ["event"])
     row = rows[-1] if rows else {"step": -1, "generation": 0}
@@ -181,13 +181,13 @@ def _failure(states: list[dict[str, Any]]) -> str:
 
 
 def _endpoint(folder: Path) -> dict[str, Any] | None:
-    """The content of control.json, if there is one. Raises PentadError when it is damaged or names another machine's
-    loopback."""
+    """The content of control.json, if there is one. Raises PentadError if it is damaged or names another machine's
+    loopback address."""
     path = folder / ENDPOINT
     try:
         found = json.loads(regular_file(path, MOST_JSON).read_text(encoding="utf-8"))
         address = found["address"]
-        if not (_ADDRESS.fullmatch(address) and _TOKEN.fullmatch(found["token"])):  # gRPC prints what it thinks of them
+        if not (_ADDRESS.fullmatch(address) and _TOKEN.fullmatch(found["token"])):  # gRPC would print errors of its own
             raise ValueError
         if "certificate" in found:
             require_certificate(found["certificate"])

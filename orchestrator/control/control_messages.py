@@ -1,4 +1,4 @@
-"""The messages and methods of control.proto, and conversions from a RunView to a Status and to JSON.
+"""The messages and methods of control.proto, and conversions from a RunView to a Status and from a message to JSON.
 
 The classes are created at import from control.binpb, the compiled control.proto, with whatever protobuf is installed.
 """
@@ -20,7 +20,7 @@ MAX_MESSAGE_BYTES = 4 << 20
 
 
 class Method(NamedTuple):
-    """A method of a service, at the path /service/name; `streams`: it answers with a stream."""
+    """A method of a service, at the path /service/name; `streams`: whether it answers with a stream."""
 
     service: str
     name: str
@@ -30,8 +30,8 @@ class Method(NamedTuple):
 
 
 def _compiled() -> tuple[dict[str, Any], tuple[Method, ...]]:
-    """Message classes by name, and the methods, in a descriptor pool of their own: a user's stubs may define the
-    same."""
+    """Message classes by name, and the methods, in a descriptor pool of their own, because a user's stubs may define
+    the same ones."""
     files = descriptor_pb2.FileDescriptorSet.FromString(Path(__file__).with_name("control.binpb").read_bytes())
     (file,) = files.file
     pool = descriptor_pool.DescriptorPool()

@@ -1,4 +1,4 @@
-"""Guards every call of the control service: token, deadline, number of callers, and errors of one sentence."""
+"""Guards every call of the control service: token, deadline, number of callers, and errors in one sentence."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pentad.orchestrator.control.control_messages import MAX_MESSAGE_BYTES, METH
 from pentad.orchestrator.control.service import Refused
 
 HEALTH = "grpc.health.v1.Health"  # probes have no token
-MAX_CALLERS = 16  # of each method at once: slow calls of one must not block the others
+MAX_CALLERS = 16  # of each method at once, so that slow calls of one do not block the others
 MAX_PROBES = 64  # of each health method at once
 DEFAULT_SECONDS = 60.0  # for a call without a deadline
-MAX_SECONDS = 3600.0  # for any other, and for a stream
+MAX_SECONDS = 3600.0  # for a call with a deadline, and for a stream
 OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else a second service could start on a taken port and get every other call
+    ("grpc.so_reuseport", 0),  # otherwise a second service could share a taken port and get half of the calls
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_concurrent_streams", 64),  # per connection
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_server(methods: Any, health: Any, token: str) -> Any:
-    """A server of both services, to be created and used inside the event loop. `methods` and `health` have a coroutine
+    """A server of both services; create and use it inside the event loop. `methods` and `health` have one coroutine
     function per method, which takes the request and a function that writes one message of a stream."""
     server = grpc.aio.server(options=OPTIONS)
     server.add_generic_rpc_handlers((_service(METHODS, methods, token), _service(_HEALTH, health, None)))
@@ -51,13 +51,13 @@ def _service(methods: Iterable[Method], implementation: Any, token: str | None) 
     for method in methods:
         call = _guarded(method, getattr(implementation, method.name), token)
         kind = grpc.unary_stream_rpc_method_handler if method.streams else grpc.unary_unary_rpc_method_handler
-        # No deserializer: the request of a caller without the token is not even parsed.
+        # No deserializer: requests without the token are not even parsed.
         handlers[method.name] = kind(call, response_serializer=method.response.SerializeToString)
     return grpc.method_handlers_generic_handler(method.service, handlers)
 
 
 def _guarded(method: Method, do: Callable[..., Awaitable[Any]], token: str | None) -> Callable[..., Awaitable[Any]]:
-    """`do`, for callers with the `token`, None: for everyone."""
+    """`do`, restricted to callers with the `token` (None: open to everyone)."""
     limit = MAX_CALLERS if token else MAX_PROBES
     slots = asyncio.Semaphore(limit)
 
@@ -79,7 +79,7 @@ def _guarded(method: Method, do: Callable[..., Awaitable[Any]], token: str | Non
 
 
 def _refusal(method: Method, error: Exception) -> Refused:
-    """The error that the caller sees: of an internal error, its type only."""
+    """The error that the caller sees; it reveals only the type of an internal error."""
     codes = grpc.StatusCode
     match error:
         case Refused():

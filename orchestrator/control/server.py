@@ -1,7 +1,7 @@
 """The control service of a run: a Watcher that serves the newest view of the run over gRPC, from a thread of its own.
 
-Its address and token are in control.json of the run's folder, which only the run's user may read, with its certificate
-where it listens to other machines.
+Its address and token are in control.json in the run's folder, which only the run's user may read, along with its
+certificate if other machines can reach it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.background import within
 
 GRACE_SECONDS = 1.0  # for the last answers of a run that has ended
-_TIMEOUT_SECONDS = 10.0  # for grpc, which takes milliseconds
+_TIMEOUT_SECONDS = 10.0  # for grpc, which normally takes milliseconds
 
 
 class ControlServer(Watcher):
-    """Listens from the start until `close`; `address` is its HOST:PORT, `certificate` None where it is on loopback."""
+    """Listens from construction until `close`; `address` is its HOST:PORT, and `certificate` is None on loopback."""
 
     def __init__(self, folder: Path, host: str, port: int, requests: ControlRequests) -> None:
-        """Port 0 means a free one. Raises PentadError when the port is taken or the folder cannot be written."""
+        """Port 0 means any free port. Raises PentadError if the port is taken or the folder cannot be written."""
         require_free("metrics.control_port", host, port)  # grpc itself would print many lines on stderr
         self._requests, self._file = requests, folder / ENDPOINT
         self._views = ViewQueue(RunView(folder.name, str(folder), "starting", 0, 0, 0, "", "", ""))
@@ -62,7 +62,7 @@ class ControlServer(Watcher):
             return
         self._requests.close()
         self._views.post(closed=True)
-        with suppress(OSError):  # a TimeoutError is one: the disk may hang
+        with suppress(OSError):  # including TimeoutError, as the disk may hang
             within(WAIT_SECONDS, partial(self._file.unlink, missing_ok=True))
         if server := getattr(self, "_server", None):
             with suppress(TimeoutError):
@@ -90,7 +90,7 @@ def host_port(host: str, port: int) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach what listens at `host`."""
+    """Whether only processes on this machine can reach what listens at `host`."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         return all(ip_address(each[4][0]).is_loopback for each in found)
@@ -99,20 +99,22 @@ def _is_loopback(host: str) -> bool:
 
 
 def reachable(host: str) -> str:
-    """An address at which others reach `host`: '0.0.0.0' and '::' listen on all of this machine's addresses."""
+    """An address at which others can reach what listens at `host`; '0.0.0.0' and '::' mean all addresses of this
+    machine."""
     if host not in ("0.0.0.0", "::"):
         return host
     family, remote = (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((remote, 9))  # sends nothing: finds the address that this machine would send from
+            probe.connect((remote, 9))  # sends nothing, but selects the address that this machine would send from
             return probe.getsockname()[0]
     except OSError:
         return socket.gethostname()
 
 
 def _write(path: Path, endpoint: dict[str, Any]) -> None:
-    """Atomically, and readable by the user only. Clients on other machines need `host` to see whose loopback it is."""
+    """Writes the file atomically, readable by the user only. It also has this machine's `host` name, so that clients on
+    other machines see whose loopback an address is."""
     text = json.dumps({**endpoint, "host": socket.gethostname()}) + "\n"
     with atomic_file(path) as partial:
         partial.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from pentad.orchestrator.control.control_messages import MESSAGES, SERVICE, status_of
 from pentad.orchestrator.monitoring.run_state import OVER, ControlRequests, RunView, makes_progress
 
-HEARTBEAT_SECONDS = 5.0  # a rank that has been silent for longer is not serving
+HEARTBEAT_SECONDS = 5.0  # a rank that has been silent for longer counts as not serving
 _WATCH_SECONDS = 0.5  # between two answers of WatchStatus
 _AGE_SECONDS = 1.0  # between two checks of heartbeats
 _POLL_SECONDS = 0.1  # between two checks for a committed checkpoint
@@ -49,13 +49,13 @@ class ViewQueue:
         return self.closed or self.view.state in OVER
 
     def post(self, view: RunView | None = None, *, closed: bool = False) -> None:
-        """Never blocks. After the loop has ended, only stores the view."""
+        """Stores the view and notifies waiting tasks. Never blocks. After the loop has ended, only stores."""
         self.view, self.closed = view or self.view, self.closed or closed
         with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._notify)
 
     async def until(self, reached: Callable[[ViewQueue], bool]) -> RunView:
-        """The first view for which `reached` holds. Raises Refused when the run ends before."""
+        """The first view for which `reached` holds. Raises Refused if the run ends before."""
         while True:
             changed = self.changed
             if reached(self):
@@ -116,7 +116,7 @@ class ControlMethods:
         return _outcome(self.views.view, step=saved)
 
     async def check_request(self, request: Any) -> RunView:
-        """The current view. Raises Refused when the run is over or in another generation than the request names."""
+        """The current view. Raises Refused if the run is over or in another generation than the request names."""
         view = await self.views.until(lambda views: not views.over)
         if request.generation not in (0, view.generation):
             found = f"generation is {request.generation}, but run {view.run} is in {view.generation}"
@@ -127,8 +127,8 @@ class ControlMethods:
 class HealthMethods:
     """The methods of grpc.health.v1.Health.
 
-    grpc's own servicer holds a lock while it writes to a watcher, so one slow watcher blocks all; here each call reads
-    the view by itself.
+    grpc's own servicer holds a lock while it writes to a watcher, so one slow watcher blocks all others; here each call
+    reads the view by itself.
     """
 
     def __init__(self, views: ViewQueue) -> None:

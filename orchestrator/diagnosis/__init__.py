@@ -1,1 +1,1 @@
-"""What slows a run down: which rank, since when, and what would help."""
+"""Finds out what slows a run down: which rank, since when, and what would help."""

@@ -1,4 +1,4 @@
-"""`pentad timeline --profile`: what torch's profiler saw in a profiled step, by op, and in the trace of the step."""
+"""`pentad timeline --profile`: what torch's profiler recorded in a profiled step, by op and as a trace."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.step_profile import KERNEL, OpTime, op_times
 from pentad.schedules.simulate.timeline import grouped
 
-MOST_NAMES = 5  # of an op, on the terminal
+MOST_NAMES = 5  # kernels or operators listed per op on the terminal
 OTHER_COLUMNS = 42  # characters
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A profiled step: `times` are of all ranks together, the longest first."""
+    """A profiled step. `times` are sums over all ranks, the longest first."""
 
     run: str
     folder: Path
@@ -42,11 +42,11 @@ class Profile:
         return folder_of(self.folder, self.step) / "trace.json.gz"
 
     def by_op(self) -> dict[str, list[OpTime]]:
-        """The op with the longest sum first; '' is outside all instructions."""
+        """The times by op, the op with the longest sum first; '' stands for outside all instructions."""
         return dict(sorted(grouped(self.times, lambda each: each.op).items(), key=lambda item: -_seconds(item[1])))
 
     def facts(self) -> dict[str, Any]:
-        """What `--json` prints, in seconds of all ranks together."""
+        """What `--json` prints; seconds are sums over all ranks."""
         ops = [
             {"op": op, "seconds": _seconds(times), "kernels": [_kernel(each, times) for each in times]}
             for op, times in self.by_op().items()
@@ -59,8 +59,8 @@ class Profile:
         return {"step": self.step, "ops": ops, "ranks": ranks}
 
     def write_trace(self, path: Path) -> None:
-        """Writes a trace that opens in Perfetto (.json.gz): below each rank's instructions its kernels by stream, and
-        the operators of its host."""
+        """Writes a trace that opens in Perfetto (.json.gz): each rank's instructions and, below them, its kernels by
+        stream and its host operators."""
         names, events = self.saved.names, self.saved.events
         path.write_bytes(trace_bytes([self.saved.timeline], process_names=names, profiles=events))
 
@@ -85,7 +85,7 @@ class Profile:
 
 
 def profile_of(folder: Path, step: int | None = None) -> Profile:
-    """A profiled step of a run, the newest one if none is given. Raises PentadError if that one was not profiled."""
+    """A profiled step of a run, by default the newest. Raises PentadError if the step was not profiled, or none was."""
     config, steps = saved_config(folder), profiled_steps(folder)
     if not steps:
         raise PentadError(f"RUN is '{folder}', which has no profiled step: {_expected(config)}")

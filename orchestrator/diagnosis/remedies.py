@@ -1,4 +1,4 @@
-"""What would remove the causes that make a step long: a configuration key or a command for each."""
+"""Remedies for the causes that make a step long: for each, a configuration key or other advice."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pentad.schedules.simulate.simulate import simulate_step_time
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
-MOST_ACTIONS = 4096  # forwards of a program up to which other schedules are tried
+MOST_ACTIONS = 4096  # most forwards in a program for which other schedules are tried
 
 
 class Remedy(NamedTuple):
-    """What takes time (`cause`), what would remove it (`remedy`), and the seconds of a step without it."""
+    """What takes time (`cause`), what would remove it (`remedy`), and the `seconds` of a step that this would save."""
 
     cause: str
     remedy: str
@@ -34,7 +34,8 @@ class Remedy(NamedTuple):
 
 
 def remedy_of(cause: Cause, config: RunConfig, plan: Plan | None, places: Mapping[int, str]) -> Remedy:
-    """In words. `plan` is that of the config, None if it is not known, and `places` says where ranks are."""
+    """The remedy of a cause, in words. `plan` is the plan of `config`, None if unknown; `places` says where the ranks
+    are."""
     mesh, seconds, ranks = config.mesh, cause.seconds, cause.ranks
     match cause.kind:
         case "slow rank":
@@ -77,13 +78,14 @@ def remedy_of(cause: Cause, config: RunConfig, plan: Plan | None, places: Mappin
 
 
 def better_schedule(program: Program, costs: Costs, config: RunConfig) -> Remedy | None:
-    """The schedule with the shortest step at these costs among those that give ranks the same stages."""
+    """The schedule with the shortest step at these costs among those with the same stage placement; None if no other is
+    faster, or none was tried."""
     options = config.schedule.options
     if program.forward_only or config.memory.recompute != "none" or program.ranks == 1:
         return None
     if program.stages * program.total_slices > MOST_ACTIONS or program.slices > 1 or program.name not in CATALOGUE:
         return None
-    found = dict[str, tuple[float, float]]()  # seconds, and microbatches whose activations are held
+    found = dict[str, tuple[float, float]]()  # seconds of a step, and microbatches whose activations are held
     for name, entry in CATALOGUE.items():
         chunks = options.chunks if "chunks" in entry.accepts else None
         given = name, program.ranks, program.microbatches
@@ -92,7 +94,7 @@ def better_schedule(program: Program, costs: Costs, config: RunConfig) -> Remedy
                 other = compile_program(*given, costs=costs, options=ScheduleOptions(chunks=chunks))
                 found[name] = (simulate_step_time(other, costs).makespan, max(peak_activations(other)))
         except (PentadError, ScheduleError):
-            continue  # not for these sizes
+            continue  # does not support these sizes
     if program.name not in found:
         return None
     (now, held), best = found[program.name], min(found, key=lambda name: found[name])
@@ -104,7 +106,7 @@ def better_schedule(program: Program, costs: Costs, config: RunConfig) -> Remedy
 
 
 def left_of_parts(config: RunConfig) -> dict[str, float]:
-    """The share of a part that would remain with its remedy, where it is not 0: of an update that ZeRO divides."""
+    """The share of a part that would remain with its remedy, if not 0: that of an update which ZeRO would shard."""
     divides = not config.zero.stage and config.mesh.replicas > 1 and config.memory.optimizer == "device"
     return {"optimizer": 1 / config.mesh.replicas} if divides else {}
 
@@ -136,7 +138,7 @@ def _fewer_collectives(config: RunConfig) -> str:
 
 
 def place_names(entries: list[dict[str, Any]]) -> dict[int, str]:
-    """'node 10.0.0.4, GPU 2' by rank, from the last `place` event of a journal."""
+    """The places of ranks, such as 'node 10.0.0.4, GPU 2', from the last `place` event of a journal."""
     placed = [entry for entry in entries if entry.get("event") == "place"]
     found = {}
     for each in placed[-1].get("ranks", []) if placed else []:

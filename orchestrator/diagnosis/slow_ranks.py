@@ -1,4 +1,4 @@
-"""Reports ranks and links that are slower than their peers: a line in the terminal, the status and the journal."""
+"""Reports ranks and links that are slower than their peers on the terminal, in the status and in the journal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.diagnosis.slow_ranks import SlowRank, SlowRanks
 from pentad.workers.runtime.telemetry import GpuState
 
-LOWER = 0.97  # of the other GPUs' clock, from which one is part of the evidence
+LOWER = 0.97  # share of the other GPUs' median clock below which a GPU's clock counts as evidence
 
 
 class SlowRankWatch(Watcher):
@@ -42,9 +42,10 @@ class SlowRankWatch(Watcher):
 
 
 def sentence(change: SlowRank, views: tuple[RankView, ...], gpus: Mapping[int, GpuState]) -> str:
-    """'rank 3 (dp1 pp1, GPU 3 of 10.0.0.4) computes 15 % longer than its peers since step 12: BW of stage 1 +16 %'"""
+    """The change in words, such as
+    'rank 3 (dp1 pp1, GPU 3 of 10.0.0.4) computes 15 % longer than its peers since step 12: BW of stage 1 +16 %'."""
     names = [_name(rank, views) for rank in change.ranks]
-    share = f"{100 * change.excess:.0f} %"  # medians of few steps are no better
+    share = f"{100 * change.excess:.0f} %"  # medians of few steps are no more precise
     if change.over and change.kind == "link":
         return f"transfers from {names[0]} to {names[1]} are no longer slow"
     if change.over and change.kind == "starved":
@@ -80,7 +81,7 @@ def _name(rank: int, views: tuple[RankView, ...]) -> str:
 
 
 def _clock(rank: int, gpus: Mapping[int, GpuState]) -> list[str]:
-    """What NVML says of the rank's GPU that it does not say of the others."""
+    """Evidence from NVML: throttling, a lower clock than other GPUs, ECC errors and XIDs of the rank's GPU."""
     own = gpus.get(rank)
     clocks = [state.clock for other, state in gpus.items() if other != rank and state.clock]
     if own is None:

@@ -1,1 +1,1 @@
-"""`pentad doctor`: checks of a machine or of the nodes of a cluster, each with a verdict and a remedy."""
+"""`pentad doctor`: checks of a machine or of a cluster's nodes, each with a verdict and a remedy."""

@@ -1,4 +1,4 @@
-"""The burn: every GPU, or core, multiplies the same matrices; who is wrong or slow?"""
+"""The burn-in: every GPU, or core, multiplies the same matrices, which shows those that are wrong or slow."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pentad.schedules.ir.errors import enumerated
 from pentad.workers.health.results import Burned
 
 GPU_SECONDS = 30.0
-SLOW = 0.92  # of the median rate: at least 8 % slower
-STUCK = 0.35  # of its highest clock, or of the data sheet's rate: less than any power limit in use leaves
+SLOW = 0.92  # share of the median rate below which a GPU is slow
+STUCK = 0.35  # share of its highest clock, or of the data sheet's rate; power limits in use leave more than that
 _WRONG = "take it out of use: it computes wrong results without an error"
 _SLOW = "compare clocks, power and temperature (`nvidia-smi -q`); take it out of use, or reset its clocks (`-rgc`)"
 
 
 class Norm(NamedTuple):
-    """What is normal for `total` units of one model that are not known to be wrong: their (upper) median rate, and the
-    bits of most of them, which `same` of them have."""
+    """What is normal for the `total` units of one model that are not wrong by themselves: their (upper) median rate,
+    and the most frequent digest of their results, which `same` of them have."""
 
     rate: float
     digest: str
@@ -47,7 +47,7 @@ def examine_burn(subject: Subject) -> Finding:
 
 
 def norms(units: Sequence[Burned]) -> dict[str, Norm]:
-    """By model."""
+    """The norm of each model."""
     found = {}
     for model in {unit.model for unit in units}:
         peers = [unit for unit in units if unit.model == model and not _own_fault(unit)]
@@ -58,7 +58,7 @@ def norms(units: Sequence[Burned]) -> dict[str, Norm]:
 
 
 def judge_burn(units: Sequence[Burned], seconds: float, norms: Mapping[str, Norm]) -> Finding:
-    """Judges all units of a machine, compared with the norm of their model."""
+    """Judges all units of a machine by the norm of their model."""
     if not units:
         return Finding("failure", "torch finds no GPU", "look at CUDA_VISIBLE_DEVICES and the driver")
     figures = {"seconds": seconds, "units": [unit._asdict() for unit in units]}
@@ -79,7 +79,7 @@ def _rates(units: Sequence[Burned]) -> str:
 
 
 def _own_fault(unit: Burned) -> str:
-    """How a unit is wrong by itself; '' if it is not."""
+    """How a unit is wrong even without comparison to others; '' if it is not."""
     if unit.error > 1:
         return f"{unit.unit} computes wrong results: {unit.error:.3g} times the possible rounding error"
     if unit.differing:
@@ -96,8 +96,8 @@ def _other_bits(unit: Burned, norm: Norm) -> str:
 
 
 def _slowness(unit: Burned, norm: Norm | None) -> str:
-    """Why a GPU is slow, with the evidence; '' if it is not. Cores are not judged: they share caches, power and often
-    execution units."""
+    """How a GPU is slow, with the evidence; '' if it is not. Cores are not judged, because they share caches, power and
+    often execution units."""
     if unit.unit.startswith("CPU") or norm is None:
         return ""
     clock = "" if unit.clock is None else f" at {unit.clock / 1e6:,.0f} MHz"

@@ -1,4 +1,4 @@
-"""All checks of one machine, in the order in which they are made and shown."""
+"""All checks of one machine, in the order in which they run and are shown."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ CHECKS = (
 
 
 def subject_of(config: RunConfig, seconds: float | None) -> Subject:
-    """This machine, with this many seconds to burn; None: the default on GPUs, and none on CPUs."""
+    """This machine as a Subject, with a burn-in of `seconds` (None: the default on GPUs, 0 on CPUs)."""
     found = read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Subject(config, found, (burn.GPU_SECONDS if found else 0.0) if seconds is None else seconds)

@@ -1,4 +1,4 @@
-"""A node that is good by itself may fall out of line with the others."""
+"""Compares nodes: one that is good by itself may still differ from the others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pentad.orchestrator.doctor.links import judge_links, usual_bandwidth
 from pentad.orchestrator.doctor.network import judge_network
 from pentad.workers.health.results import Burned, Link
 
-Findings = dict[str, Finding]  # of one check, by node
-# What has to be the same on all nodes, and the verdict where it is not.
+Findings = dict[str, Finding]  # one check's findings, by node
+# Checks whose text has to be the same on all nodes, and the verdict if it is not.
 SAME: dict[str, Verdict] = {"versions": "failure", "driver": "warning", "GPUs": "warning", "NCCL": "warning"}
 
 
 def compared(check: str, found: Findings) -> Findings:
-    """The findings of a check, of the nodes together."""
+    """The findings of a check after comparing the nodes with each other."""
     if check in SAME:
         return _same(found, SAME[check])
     compare = {"burn": _burn, "links": _links, "network": judge_network}.get(check)
@@ -37,14 +37,14 @@ def _same(found: Findings, verdict: Verdict) -> Findings:
 
 
 def _difference(text: str, usual: str) -> str:
-    """The difference of two lists."""
+    """The difference between two comma-separated lists, in words."""
     here, there = text.split(", "), usual.split(", ")
     own = ", ".join(each for each in here if each not in there) or text
     return f"{own}, but other nodes: {', '.join(each for each in there if each not in here) or usual}"
 
 
 def _burn(found: Findings) -> Findings:
-    """Compares GPUs. Cores have no model by which to compare them."""
+    """Compares GPUs. Cores are not compared, because their model is unknown."""
     units = {node: [Burned(**unit) for unit in each.figures.get("units", ())] for node, each in found.items()}
     usual = norms([unit for its in units.values() for unit in its])
     return {

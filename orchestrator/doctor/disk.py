@@ -1,4 +1,4 @@
-"""The disk of run.folder, where checkpoints go: can it be written, and how fast?"""
+"""The disk of run.folder, where checkpoints go: whether it can be written, and how fast it is."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import NamedTuple
 from pentad.orchestrator.doctor.finding import Finding, Subject
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration
 
-BLOCK, BLOCKS = 2**22, 64  # bytes; 256 MiB are written unless that takes longer than
+BLOCK, BLOCKS = 2**22, 64  # bytes, and how many blocks are written: 256 MiB, or what fits into SECONDS
 SECONDS = 3.0
 FSYNCS = 5
 LITTLE = 10 * 2**30  # bytes free
-SLOW = 100e6  # bytes/s: 10 s for the state of 70 M parameters
+SLOW = 100e6  # bytes/s; the state of 70 M parameters takes 10 s
 SLOW_FSYNC = 0.1  # seconds
 
 
 class Speed(NamedTuple):
-    """Bytes/s of writing with the fsync at the end, and of reading past the page cache; None where that cannot be
-    bypassed. Seconds of an fsync after a page of 4 KiB. Bytes free."""
+    """Bytes/s of writing, including the final fsync, and of reading past the page cache (None if it cannot be
+    bypassed); seconds of an fsync after a write of 4 KiB; bytes free."""
 
     write: float
     read: float | None
@@ -43,7 +43,7 @@ def examine_disk(subject: Subject) -> Finding:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists: where it would be created."""
+    """The folder, or the nearest existing one above it, where it would be created."""
     folder = folder.absolute()
     return next(each for each in (folder, *folder.parents) if each.exists())
 
@@ -64,9 +64,9 @@ def judge_disk(speed: Speed) -> Finding:
 
 
 def measure(folder: Path) -> Speed:
-    """Writes a file there, reads and removes it. Raises OSError."""
+    """Measures by writing, reading and removing a file in `folder`. Raises OSError."""
     free = shutil.disk_usage(folder).free
-    block = mmap.mmap(-1, BLOCK)  # aligned to pages, as direct I/O wants it
+    block = mmap.mmap(-1, BLOCK)  # page-aligned, as direct I/O requires
     block.write(os.urandom(BLOCK))
     handle, name = tempfile.mkstemp(prefix=".pentad-doctor-", dir=folder)
     try:
@@ -86,7 +86,7 @@ def measure(folder: Path) -> Speed:
 
 
 def _read_directly(name: str, block: mmap.mmap) -> float | None:
-    """None for a file system, or an operating system, without direct I/O."""
+    """Bytes/s of reading the file; None on a file system or operating system without direct I/O."""
     try:
         handle = os.open(name, os.O_RDONLY | os.O_DIRECT)
     except (AttributeError, OSError):

@@ -13,8 +13,8 @@ NAMES = ("Ray", OF_CLUSTERS[0], *(check.name for check in CHECKS), *OF_CLUSTERS[
 
 
 def examine(config: RunConfig, seconds: float | None, under_way: UnderWay) -> Iterator[list[FindingRow]]:
-    """The rows of each check as soon as it is made: one of this machine, or one of every node that the run would be
-    placed on. `seconds` are those of the burn, None: the default on GPUs, and none on CPUs."""
+    """The rows of each check as soon as it is done: one for this machine, or one for every node on which the run would
+    be placed. `seconds` is the length of the burn-in (None: the default on GPUs, 0 on CPUs)."""
     if config.cluster.address != "local":
         from pentad.orchestrator.doctor.nodes import examine_cluster  # imports ray
 

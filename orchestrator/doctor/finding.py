@@ -1,4 +1,4 @@
-"""What a check finds, and what it may ask for."""
+"""The finding of a check, and what a check examines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Verdict = Literal["ok", "warning", "failure", "not applicable"]
 
 
 class Finding(NamedTuple):
-    """A sentence, without its full stop; what to do about a warning or failure; and measured `figures` for `--json`
-    and for comparisons between nodes."""
+    """A sentence without a full stop, the remedy for a warning or failure, and measured `figures` for `--json` and for
+    comparisons between nodes."""
 
     verdict: Verdict
     text: str
@@ -24,8 +24,8 @@ class Finding(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What is examined: the machine of this process, for a configuration. `burn` are the seconds to burn on, 0: not at
-    all; `gpus` the GPUs that this process may use."""
+    """What is examined: the machine of this process, for a configuration. `burn` is the length of the burn-in in
+    seconds (0: none), `gpus` are the GPUs that this process may use."""
 
     config: RunConfig
     gpus: tuple[GpuFacts, ...]
@@ -33,7 +33,7 @@ class Subject(NamedTuple):
 
 
 class Check(NamedTuple):
-    """`seconds` is how long it takes, if that is long."""
+    """A check. `seconds` returns how long it takes, if that is long."""
 
     name: str
     examine: Callable[[Subject], Finding]
@@ -47,14 +47,14 @@ class Check(NamedTuple):
 
 
 class FindingRow(NamedTuple):
-    """A check's finding; `node` is the address of a cluster's node, '' for this machine or the cluster."""
+    """A check's finding; `node` is the name of a cluster's node, '' for this machine or the whole cluster."""
 
     check: str
     finding: Finding
     node: str = ""
 
 
-# Surrounds a check, by its name and the seconds that it takes.
+# A context for a check, given its name and how many seconds it takes.
 UnderWay = Callable[[str, float], AbstractContextManager[None]]
 
 
@@ -64,11 +64,11 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def spanned(values: Sequence[float], unit: str) -> str:
-    """'655 to 660 TFLOP/s', '660 TFLOP/s'"""
+    """The range of values, such as '655 to 660 TFLOP/s' or '660 TFLOP/s'."""
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return f"{low} to {high} {unit}" if low != high else f"{high} {unit}"
 
 
 def gpus_named(indices: Sequence[int]) -> str:
-    """'GPU 3', 'GPUs 0, 2 and 3'"""
+    """The GPUs by name, such as 'GPU 3' or 'GPUs 0, 2 and 3'."""
     return f"GPU{'s' * (len(indices) > 1)} {enumerated(indices)}"

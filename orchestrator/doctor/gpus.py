@@ -1,4 +1,4 @@
-"""What the driver says about the GPUs of a machine: number, memory, errors, clocks."""
+"""What the driver reports about a machine's GPUs: number, memory, errors, clocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def examine_gpus(subject: Subject) -> Finding:
 
 
 def judge_gpus(names: Sequence[str], expected: int) -> Finding:
-    """Judges GPUs with these names, for this many local ranks with a GPU each."""
+    """Judges GPUs with these names, for `expected` local ranks with a GPU each."""
     if expected > len(names):
         text = f"mesh has {expected} ranks with a GPU each, but this process may use {len(names)}"
         return Finding("failure", text, "choose a smaller mesh, or cluster.address, a Ray cluster with enough GPUs")
@@ -34,8 +34,8 @@ def judge_gpus(names: Sequence[str], expected: int) -> Finding:
 
 
 def judge_memory(gpus: Sequence[GpuFacts], own: int) -> Finding:
-    """What others hold; `own` is the PID of this process. PIDs are those of the host, which a container may not
-    know, so memory counts, too."""
+    """Judges the memory that other processes use; `own` is the PID of this process. A container may not see the host's
+    PIDs, so the amount of memory counts too."""
     texts = []
     for gpu in gpus:
         pids = [pid for pid, _ in gpu.processes if pid != own]
@@ -72,7 +72,7 @@ def _ecc_text(gpu: GpuFacts) -> str:
 
 
 def judge_clocks(gpus: Sequence[GpuFacts]) -> Finding:
-    """Judges GPUs at rest; a clock that is stuck shows in the burn."""
+    """Judges the clocks of idle GPUs; a stuck clock shows only in the burn-in."""
     for cause, remedy in (
         ("hardware", "look at power cables and supplies, and for XIDs in `dmesg`"),
         ("thermal", "look at fans, cooling and the temperature of the air"),

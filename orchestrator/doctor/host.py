@@ -1,4 +1,4 @@
-"""Limits and memory of this machine, or of the container that it is."""
+"""Limits and memory of this machine or container."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pentad.orchestrator.planning.formatting import format_bytes
 MIB, GIB = 2**20, 2**30
 FEW_FILES, MANY_FILES = 1024, 8192
 SHM = Path("/dev/shm")
-SHM_OBJECTS, SHM_GPU = 256 * MIB, 64 * MIB  # for Ray's objects, and for NCCL's buffers of a GPU
+SHM_OBJECTS, SHM_GPU = 256 * MIB, 64 * MIB  # for Ray's objects, and for NCCL's buffers per GPU
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -43,7 +43,7 @@ def examine_pinned(_: Subject) -> Finding:
 
 
 def judge_files(soft: int, hard: int) -> Finding:
-    """Judges the limits of open files, -1: none. Ray raises a low one of its processes as far as it may."""
+    """Judges the limits on open files (-1: none). Ray raises a low soft limit of its processes as far as allowed."""
     allowed = min((each for each in (soft, hard) if each >= 0), default=-1)
     text = "no limit" if allowed < 0 else f"at most {allowed:,}"
     if allowed < 0 or allowed >= MANY_FILES:
@@ -64,7 +64,7 @@ def judge_shm(total: int, free: int, gpus: int) -> Finding:
 
 
 def judge_memory(total: int, available: int, limit: int | None, used: int) -> Finding:
-    """`limit` is that of a container, which uses `used` of it."""
+    """Judges free memory, in bytes. `limit` is a container's, if any, of which it uses `used`."""
     is_limited = limit is not None and limit < total
     size = limit if limit is not None and is_limited else total
     free = min(available, size - used) if is_limited else available
@@ -77,7 +77,7 @@ def judge_memory(total: int, available: int, limit: int | None, used: int) -> Fi
 
 
 def judge_pinned(limit: int | None, *, has_rdma: bool) -> Finding:
-    """CUDA pins memory whatever the limit; InfiniBand's driver does not."""
+    """Judges the limit on pinned memory. CUDA ignores it; InfiniBand's driver does not."""
     if limit is None:
         return Finding("ok", "no limit")
     text = f"at most {format_bytes(limit)}"

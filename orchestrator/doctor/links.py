@@ -1,4 +1,4 @@
-"""Copies between the GPUs of a machine: which can reach each other's memory, and how fast."""
+"""Copies between the GPUs of a machine: which pairs have peer access, and how fast they are."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.ir.errors import enumerated
 from pentad.workers.health.results import Link
 
-PAIR_SECONDS = 0.5  # for both directions of a pair, at most; a slow one takes longer than that
+PAIR_SECONDS = 0.5  # upper bound for both directions of a pair, unless it is slow
 SLOW, BROKEN = 0.85, 0.5  # shares of the usual bandwidth
-NAMED = 4  # slow links
+NAMED = 4  # most slow links that are named
 _REMEDY = "look at `nvidia-smi nvlink -s`, `nvidia-smi topo -m` and for XID 74 in `dmesg`"
 
 
@@ -37,8 +37,8 @@ def usual_bandwidth(links: Sequence[Link]) -> float:
 
 
 def judge_links(links: Sequence[Link], usual: float) -> Finding:
-    """Judges all ordered pairs, compared with the `usual` bandwidth, even where no peer can be reached: copies then go
-    through the host."""
+    """Judges all ordered pairs by the `usual` bandwidth, even those without peer access, whose copies go through the
+    host."""
     figures = {"links": [link._asdict() for link in links]}
     slow = [link for link in links if link.bandwidth < SLOW * usual]
     apart = [link for link in links if not link.has_peer_access]

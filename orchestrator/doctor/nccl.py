@@ -1,4 +1,4 @@
-"""Variables of the environment that slow NCCL, Gloo or CUDA down, or keep their ranks from meeting."""
+"""Environment variables that slow down NCCL, Gloo or CUDA, or keep ranks from connecting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pentad.orchestrator.doctor.finding import Finding, Subject
 
 OURS = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-# Values that are left in an environment after somebody has looked for a fault; '': any value. What each costs.
+# Values often left over from debugging ('': any value), and what each of them costs.
 COSTLY = {
     ("NCCL_P2P_DISABLE", "1"): "copies between GPUs of a host go through its memory",
     ("NCCL_SHM_DISABLE", "1"): "GPUs without peer access talk through sockets",
@@ -32,7 +32,7 @@ def examine_variables(_: Subject) -> Finding:
 
 
 def judge_variables(environment: Mapping[str, str], interfaces: Sequence[str]) -> Finding:
-    """`interfaces` are the names of this machine's."""
+    """Judges environment variables; `interfaces` are the names of this machine's network interfaces."""
     for name in INTERFACES:
         value = environment.get(name, "")
         if value and not _selected(value, interfaces, exact=name.startswith("GLOO")):
@@ -51,7 +51,8 @@ def judge_variables(environment: Mapping[str, str], interfaces: Sequence[str]) -
 
 
 def _selected(value: str, interfaces: Sequence[str], *, exact: bool) -> list[str]:
-    """By NCCL's rules: a list of prefixes, exact names after '=', all others after '^'. Gloo's are exact always."""
+    """The interfaces that a variable selects by NCCL's rules: a list of prefixes, of exact names after '=', or of
+    exclusions after '^'. Gloo's names are always exact."""
     exact = exact or "=" in value[:2]
     names = [name for name in value.lstrip("^=").split(",") if name]
 

@@ -1,4 +1,4 @@
-"""The network between the nodes of a cluster: is a node, or the link between two, slower than the others?"""
+"""The network between a cluster's nodes: whether a node, or the link between two, is slower than the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REMEDY = "look at the node's interface (`ethtool`, `ibstat`), cable and switch 
 
 
 def examine_network(device: str, address: str, rank: int, size: int) -> Finding:
-    """Examines this node, `rank` of `size`, which all call this; they meet at `address`."""
+    """Measures the network of this node, `rank` of `size` nodes, all of which call this and meet at `address`."""
     try:
         return Finding("ok", "", figures={"links": probe("network", device, address, rank, size, seconds=6 * SECONDS)})
     except ProbeError as error:
@@ -25,7 +25,8 @@ def examine_network(device: str, address: str, rank: int, size: int) -> Finding:
 
 
 def judge_network(found: Mapping[str, Finding]) -> dict[str, Finding]:
-    """By node, in the order of their ranks. A node is as fast as its best link: a slow partner does not slow it."""
+    """Judges all nodes, given in the order of their ranks. A node counts as fast as its best link, so that a slow
+    partner is not held against it."""
     names = list(found)
     links = {node: [Link(**row) for row in each.figures.get("links", ())] for node, each in found.items()}
     best = {node: max(link.bandwidth for link in its) for node, its in links.items() if its}

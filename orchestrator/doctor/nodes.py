@@ -1,4 +1,4 @@
-"""The checks on every node that a run would be placed on: all nodes at once, compared with each other."""
+"""The checks on every node on which a run would be placed: on all nodes at once, and compared with each other."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from pentad.orchestrator.doctor.probe import START_SECONDS
 from pentad.orchestrator.doctor.ray_cluster import clock_offset, examine_ray
 from pentad.schedules.ir.errors import PentadError
 
-POLL_SECONDS = 0.1  # Ray delivers no signal while it waits
+POLL_SECONDS = 0.1  # no signal is handled while Ray waits
 _SILENT = "look at the node, and at its logs in Ray's session folder"
-Actors = dict[str, Any]  # an Examiner by the name of its node
+Actors = dict[str, Any]  # Examiners by node name
 
 
 class Examiner:
-    """Examines a node, in one bundle of a placement group. Answers are plain data."""
+    """An actor that examines a node, in one bundle of a placement group. Answers are plain data."""
 
     def __init__(self, config: RunConfig, seconds: float | None) -> None:
         self.config, self.seconds = config, seconds
 
     def gpus(self) -> list[str]:
-        """Those of its bundle."""
+        """The GPUs of its bundle."""
         return list(map(str, ray.get_gpu_ids()))
 
     def start(self, gpus: Sequence[str]) -> dict[str, float]:
-        """The seconds of each check of these GPUs."""
+        """Sets the GPUs to examine, and returns how many seconds each check takes with them."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self.subject = subject_of(self.config, self.seconds)
         return {check.name: check.seconds(self.subject) for check in CHECKS}
@@ -48,7 +48,7 @@ class Examiner:
         return next(check for check in CHECKS if check.name == name).run(self.subject)
 
     def serve(self, size: int) -> str:
-        """The address of a store at which the nodes meet."""
+        """Starts a store at which the nodes meet, and returns its address."""
         from pentad.workers.parallel.process_groups import start_store  # imports torch
 
         self.store = start_store(ray.util.get_node_ip_address(), size, START_SECONDS)
@@ -62,7 +62,8 @@ class Examiner:
 
 
 def examine_cluster(config: RunConfig, seconds: float | None, under_way: UnderWay) -> Iterator[list[FindingRow]]:
-    """The rows of each check, of all nodes. A cluster that cannot be joined, or has no room, is one row."""
+    """The rows of each check on all nodes. A cluster that cannot be joined, or has no room, gives a single failure
+    row."""
     try:
         with launch(config.cluster, config.mesh.size) as head, join(config.cluster, config.mesh.size, head) as cluster:
             yield from examine_joined(cluster, config, seconds, under_way)
@@ -74,7 +75,7 @@ def examine_cluster(config: RunConfig, seconds: float | None, under_way: UnderWa
 def examine_joined(
     cluster: Cluster, config: RunConfig, seconds: float | None, under_way: UnderWay
 ) -> Iterator[list[FindingRow]]:
-    """Raises PentadError if the cluster has no room for the run."""
+    """As `examine_cluster`, on a joined cluster. Raises PentadError if it has no room for the run."""
     timeout = config.cluster.start_timeout_seconds
     yield [FindingRow("Ray", examine_ray(cluster))]
     with under_way("room for the run", timeout):
@@ -93,7 +94,7 @@ def examine_placement(
     under_way: UnderWay,
     left_out: Collection[str] = (),
 ) -> Iterator[list[FindingRow]]:
-    """All checks but those `left_out`. A node that does not answer is asked no more."""
+    """The rows of all checks except those `left_out`. A node that fails to answer is not asked again."""
     with under_way("a process on each node", START_SECONDS):
         actors, times, silent = _start(placement, device, config, seconds)
     yield [FindingRow("nodes", finding, node) for node, finding in silent.items()] or [
@@ -115,10 +116,11 @@ def examine_placement(
 def _start(
     placement: Placement, device: str, config: RunConfig, seconds: float | None
 ) -> tuple[Actors, dict[str, dict[str, float]], dict[str, Finding]]:
-    """Actors and the seconds of each check there, by the names of their nodes; and the nodes that do not start one."""
+    """An actor on each node and how many seconds each check takes there, by node name; and findings for the nodes that
+    fail to start one."""
     kind = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0)(Examiner)
     names = node_names()
-    members: dict[str, list[Any]] = defaultdict(list)  # an actor a rank, as only that one knows the rank's GPU
+    members: dict[str, list[Any]] = defaultdict(list)  # an actor per rank, as only that knows the rank's GPU
     for place in bundle_places(placement):
         where = strategy_of(placement, place.bundle)
         members[names[place.node]].append(kind.options(scheduling_strategy=where).remote(config, seconds))
@@ -152,7 +154,7 @@ def _network(actors: Actors, device: str) -> dict[str, Finding]:
 
 
 def _answers(calls: Mapping[Any, Any], seconds: float) -> dict[Any, Any]:
-    """What the nodes answer; a Finding for one that does not, or not in time."""
+    """The answers of the nodes, with a Finding in place of one that failed or was late."""
     pending, until = list(calls.values()), time.monotonic() + seconds
     while pending and time.monotonic() < until:
         _, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Measurements by workers/health, each in a process of its own."""
+"""Runs the measurements of workers/health, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import subprocess
 import sys
 from typing import Any
 
-START_SECONDS = 120.0  # for a probe to import torch and to open all GPUs
+START_SECONDS = 120.0  # for a probe to import torch and open all GPUs
 
 
 class ProbeError(Exception):
-    """Why a probe did not measure."""
+    """A probe failed; the message says why."""
 
 
 def probe(module: str, *arguments: object, seconds: float = 0.0) -> Any:
-    """What a module of workers/health prints: a sick GPU can hang whoever touches it, and what is in its memory goes
-    with the process. It may take `seconds` after its start. Raises ProbeError."""
+    """Runs a module of workers/health and returns the JSON that it prints. It has a process of its own because a sick
+    GPU can hang any process that touches it, and so that its GPU memory is freed. It may take `seconds` after its
+    start. Raises ProbeError."""
     command = [sys.executable, "-P", "-m", f"pentad.workers.health.{module}", *map(str, arguments)]
     limit = START_SECONDS + seconds
     try:
@@ -31,7 +32,7 @@ def probe(module: str, *arguments: object, seconds: float = 0.0) -> Any:
 
 
 def last_error(printed: str, status: int) -> str:
-    """The last error that a process has printed on stderr, else the last line, else its exit status."""
+    """The last error that a process printed on stderr, else its last line, else its exit status."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line.partition(":")[0]]
     return (named or lines or [f"exit status {status}"])[-1]

@@ -1,4 +1,4 @@
-"""The Ray cluster of cluster.address, once it is joined, and how far the clocks of its nodes are from this one's."""
+"""The Ray cluster at cluster.address, once joined, and how far its nodes' clocks are from this machine's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pentad.orchestrator.doctor.finding import Finding
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.ir.errors import PentadError
 
-READINGS, SECONDS = 5, 30.0  # of a clock
-CLOSE, FAR = 0.1, 10.0  # seconds between two clocks; answers of a node take milliseconds
+READINGS, SECONDS = 5, 30.0  # readings of a clock, and the time limit of each
+CLOSE, FAR = 0.1, 10.0  # acceptable and intolerable seconds between two clocks; a node answers within milliseconds
 Dashboard = Literal["open", "protected", "silent", "none"]
 
 
@@ -32,7 +32,7 @@ def examine_ray(cluster: Cluster) -> Finding:
 
 
 def judge_ray(where: str, url: str, dashboard: Dashboard) -> Finding:
-    """Judges a cluster that has accepted this Ray's version and token."""
+    """Judges a cluster that has accepted our Ray version and token."""
     if dashboard == "silent":
         remedy = "look at dashboard.log in the head's session folder: `pentad submit` needs it"
         return Finding("warning", f"{where}, whose dashboard at {url} does not answer", remedy)
@@ -46,8 +46,8 @@ def judge_ray(where: str, url: str, dashboard: Dashboard) -> Finding:
 
 
 def clock_offset(actor: Any) -> Finding:
-    """Judges the clock of a node's Examiner, by the answer that took least time; it was given in the middle of that,
-    give or take half of it."""
+    """Judges the clock of an Examiner's node by its fastest answer, assumed to be given halfway through the round
+    trip."""
     readings = []
     for _ in range(READINGS):
         began = time.time()
@@ -62,7 +62,7 @@ def clock_offset(actor: Any) -> Finding:
 
 
 def judge_clock(offset: float, delay: float) -> Finding:
-    """Judges a clock that is `offset` seconds ahead of this one's, as measured by an answer after `delay` seconds."""
+    """Judges a clock that is `offset` seconds ahead of this machine's, known to within `delay` seconds."""
     figures = {"offset": offset, "delay": delay}
     text = f"{format_duration(abs(offset))} {'ahead of' if offset > 0 else 'behind'} this machine"
     if abs(offset) <= CLOSE + delay:

@@ -1,4 +1,4 @@
-"""Versions of what pentad runs on, and the driver below them."""
+"""Versions of what pentad depends on, and of the GPU driver."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pentad.orchestrator.planning.numerics import HOPPER
 from pentad.schedules.ir.errors import enumerated
 from pentad.workers.health.gpu_facts import Driver, read_driver
 
-# The lowest that work, as in pyproject.toml. Triton has no build for some machines, which then have no GPU kernels.
+# The lowest versions that work, as in pyproject.toml. Triton has no build for some machines, which get no GPU kernels.
 WANTED = {"Python": "3.11", "torch": "2.11", "triton": "3.6", "ray": "2.50"}
-FRONTEND = "nvidia-cudnn-frontend"  # which pentad does without, but more slowly
+FRONTEND = "nvidia-cudnn-frontend"  # optional: pentad is slower without it
 _INSTALL = "install pentad again with its dependencies: `make`"
 
 
@@ -30,13 +30,13 @@ def examine_versions(subject: Subject) -> Finding:
 
 
 def examine_driver(_: Subject) -> Finding:
-    import torch  # only where there are GPUs
+    import torch  # imported only on machines with GPUs
 
     return judge_driver(read_driver(), torch.version.cuda)
 
 
 def judge_versions(found: Mapping[str, str | None], *, has_gpus: bool) -> Finding:
-    """By package; None: not installed. FRONTEND is among them where attention would use it."""
+    """Judges versions by package (None: not installed). FRONTEND is in `found` only if attention would use it."""
     figures = {"versions": dict(found)}
     text = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
     needed = {name: least for name, least in WANTED.items() if name != "triton" or has_gpus or found[name]}
@@ -50,8 +50,8 @@ def judge_versions(found: Mapping[str, str | None], *, has_gpus: bool) -> Findin
 
 
 def judge_driver(driver: Driver | None, cuda: str | None) -> Finding:
-    """Judges the driver for a torch built for `cuda`, None: for CPUs. A driver runs every minor version of the CUDA
-    that it knows."""
+    """Judges the driver for a torch built for `cuda` (None: for CPUs). A driver supports every minor version of its
+    major CUDA version."""
     if driver is None:
         return Finding("failure", "it does not answer", "install it again, or reboot")
     text = f"{driver.version} for CUDA {driver.cuda[0]}.{driver.cuda[1]}"
@@ -65,6 +65,6 @@ def judge_driver(driver: Driver | None, cuda: str | None) -> Finding:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """'2.11.0+cu130' as (2, 11, 0)"""
+    """The numbers of a version: '2.11.0+cu130' gives (2, 11, 0)."""
     matched = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, matched[0].split("."))) if matched else ()

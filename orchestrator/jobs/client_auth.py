@@ -1,4 +1,4 @@
-"""Access to a Ray cluster from outside: the URL of its dashboard, and its token."""
+"""Access to a Ray cluster from outside: its dashboard's URL, and its token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # the first that holds a
 
 
 def connect(url: str, token: str) -> JobSubmissionClient:
-    """Raises whatever Ray's client raises."""
+    """A client of Ray's job service. Raises whatever Ray's client raises."""
     for handler in logging.getLogger("ray").handlers:
         handler.setLevel(logging.WARNING)  # hides messages about uploads
     held = {name: os.environ.pop(name) for name in _ADDRESSES if name in os.environ}  # would override the URL
@@ -32,7 +32,7 @@ def connect(url: str, token: str) -> JobSubmissionClient:
 
 
 def dashboard_url(given: str | None) -> str:
-    """The dashboard's URL: the one given, else that in Ray's variables, else that of a cluster on this machine."""
+    """The dashboard's URL: the one given, else from Ray's environment variables, else of a cluster on this machine."""
     urls = [os.environ.get(name, "") for name in _ADDRESSES]
     found = given or next((url for url in urls if url.startswith(("http://", "https://"))), DEFAULT_URL)
     url = (found if "://" in found else f"http://{found}").partition("#")[0].rstrip("/")
@@ -47,8 +47,8 @@ def dashboard_url(given: str | None) -> str:
 
 
 def is_open(address: str) -> bool:
-    """Whether the cluster works without a token. Raises PentadError when none answers; Ray's client would retry for
-    minutes."""
+    """Whether the cluster works without a token. Raises PentadError at once if no cluster answers; Ray's client would
+    retry for minutes."""
     reason = "not a Ray dashboard"
     try:
         with urlopen(f"{address}/api/version", timeout=PROBE_SECONDS) as answer:
@@ -67,7 +67,7 @@ def is_open(address: str) -> bool:
 
 
 def user_token() -> str:
-    """This user's token, from where Ray keeps it, or ''. Raises PentadError when RAY_AUTH_TOKEN_PATH cannot be read."""
+    """This user's token, from where Ray keeps it, or ''. Raises PentadError if RAY_AUTH_TOKEN_PATH cannot be read."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         return ""
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
@@ -84,7 +84,7 @@ def user_token() -> str:
 
 
 def refusal(address: str, answer: str) -> str:
-    """The sentence for a cluster whose `answer` was that the token is wrong or missing."""
+    """The error text for a cluster whose `answer` says that the token is wrong or missing."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         return f"RAY_AUTH_MODE is disabled, but the Ray cluster at {address} asks for a token: expected it unset"
     expected = "expected the cluster's token in RAY_AUTH_TOKEN, or in a file that RAY_AUTH_TOKEN_PATH names"

@@ -25,9 +25,9 @@ class Outcome(NamedTuple):
 
 
 def follow(jobs: Jobs, job: str, write: Callable[[str], None]) -> tuple[Job, Outcome]:
-    """Writes what a job prints until it ends; reconnects when the connection breaks.
+    """Writes what a job prints until it ends, reconnecting whenever the connection breaks.
 
-    Raises PentadError when the cluster is silent for TIMEOUT_SECONDS.
+    Raises PentadError if the cluster is silent for TIMEOUT_SECONDS.
     """
     return asyncio.run(_follow(jobs, job, write))
 
@@ -66,19 +66,19 @@ async def _follow(jobs: Jobs, job: str, write: Callable[[str], None]) -> tuple[J
 
 
 async def _until_quiet(stream: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Items of a stream until it ends or breaks, and '' whenever there was none for QUIET_SECONDS."""
+    """The items of a stream until it ends or breaks, and '' whenever there was none for QUIET_SECONDS."""
     while True:
         task = asyncio.ensure_future(anext(stream, None))
         while not (await asyncio.wait({task}, timeout=QUIET_SECONDS))[0]:
             yield ""
-        # The caller opens another stream, whatever the error.
+        # Whatever the error, the caller opens another stream.
         if task.exception() is not None or (text := task.result()) is None:
             return
         yield text
 
 
 def _lookup(jobs: Jobs, job: str, heard: float) -> Job | None:
-    """The job, None when the cluster does not answer. Raises PentadError when that lasts for TIMEOUT_SECONDS."""
+    """The job; None if the cluster does not answer. Raises PentadError if that lasts for TIMEOUT_SECONDS."""
     try:
         return jobs.get(job)
     except PentadError:

@@ -24,17 +24,17 @@ ENTRYPOINT = f"exec python -P -u -m pentad.orchestrator.cli.cli train {CONFIG}"
 
 
 def for_cluster(config: RunConfig, here: Path, *, is_open: bool = False) -> RunConfig:
-    """The configuration of a job: it joins the cluster that it runs on, and all paths are absolute.
+    """The configuration of a job, which joins the cluster that it runs on, with absolute paths.
 
     A job's driver runs in a temporary folder, so relative paths are resolved against `here`, the user's working
-    directory. On an `is_open` cluster, which works without a token, the driver must not look for one.
+    directory. If the cluster `is_open` (works without a token), the driver must not look for one.
     """
     raw = config.model_dump()
     raw["cluster"]["address"] = "auto"
     raw["cluster"]["auth"] = "disabled" if is_open else config.cluster.auth
     raw["run"]["folder"] = _absolute(config.run.folder, here)
     raw["data"]["cache"] = _absolute(config.data.cache, here)
-    if config.run.init_from and "/" in config.run.init_from:  # else the name of a run in run.folder
+    if config.run.init_from and "/" in config.run.init_from:  # otherwise it is the name of a run in run.folder
         raw["run"]["init_from"] = _absolute(config.run.init_from, here)
     if config.lora.init_from:
         raw["lora"]["init_from"] = _absolute(config.lora.init_from, here)
@@ -45,7 +45,7 @@ def for_cluster(config: RunConfig, here: Path, *, is_open: bool = False) -> RunC
 
 
 def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
-    """Ray's runtime_env of a job that trains `config`; writes the files that it names to `out`."""
+    """Ray's runtime_env for a job that trains `config`; writes the files that it names to `out`."""
     work = out / "job"
     work.mkdir()
     (work / CONFIG).write_text(dump_yaml(_with_files(config, work)), encoding="utf-8")
@@ -53,7 +53,7 @@ def runtime_environment(config: RunConfig, out: Path) -> dict[str, Any]:
 
 
 def _with_files(config: RunConfig, work: Path) -> dict[str, Any]:
-    """The configuration with the files of a custom schedule and model copied to `work`, the job's folder."""
+    """The configuration's values, with the files of a custom schedule and model copied to `work`, the job's folder."""
     raw, name, custom = config.model_dump(), config.schedule.name, config.model.custom
     if ":" in name or name.endswith(FILE_SUFFIXES):
         file, colon, function = name.rpartition(":") if ":" in name else (name, "", "")
@@ -68,7 +68,7 @@ def _with_files(config: RunConfig, work: Path) -> dict[str, Any]:
 
 
 def write_package(out: Path) -> Path:
-    """Copies this package, from a checkout or from where it is installed, to `out`/pentad."""
+    """Copies this package, from a checkout or an installation, to `out`/pentad."""
     (out / "pentad").mkdir(parents=True)
     top = find_spec("pentad")
     assert top is not None and top.origin is not None
@@ -84,7 +84,8 @@ def write_package(out: Path) -> Path:
 
 
 def variables(config: RunConfig) -> dict[str, str]:
-    """The job's environment: this one's settings of collectives and threads, and how long Ray lets it stop."""
+    """The job's environment variables: this process's settings for collectives and threads, and how long Ray waits for
+    the job to stop."""
     prefixes = tuple(name for name in PASSED_ON if name != "PYTHONPATH")
     found = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     return found | {"RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(config.cluster.stop_timeout_seconds))}

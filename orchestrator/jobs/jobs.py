@@ -27,7 +27,7 @@ _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class Job(NamedTuple):
-    """A submitted run: `status` and a sentence about it, `message`, from Ray; times in Unix seconds.
+    """A submitted run: its `status` in Ray and a sentence about it, `message`; times are in Unix seconds.
 
     `stop_seconds` is how long it may take to stop; `endpoints` are those that its driver announced.
     """
@@ -53,7 +53,8 @@ class Jobs:
     """The jobs of the cluster whose dashboard is at `address`."""
 
     def __init__(self, address: str | None) -> None:
-        """Raises PentadError when no Ray cluster answers there within seconds, or the token is wrong."""
+        """Connects to the cluster. Raises PentadError if no Ray cluster answers there within seconds, or the token is
+        wrong."""
         self.address = dashboard_url(address)
         self.is_open = is_open(self.address)
         with self._errors_reported():
@@ -62,7 +63,7 @@ class Jobs:
     def submit(self, config: RunConfig, name: str | None, here: Path) -> Job:
         """Submits `config` as the job `name` (None: the run's name and a suffix); `here` is the working directory.
 
-        Raises PentadError when a live job has the same run, or any job the same name.
+        Raises PentadError if a live job has the same run, or any job has the same name.
         """
         if name is not None and not _ID.fullmatch(name):
             expected = "letters, digits, '_', '-' and '.', not starting with '-' or '.'"
@@ -93,7 +94,7 @@ class Jobs:
         return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
 
     def get(self, job: str) -> Job:
-        """Raises PentadError when there is no such job."""
+        """The job with this ID. Raises PentadError if there is none."""
         with self._errors_reported():
             details = _details(self.client, job)
         if details is not None and _is_pentads(details):
@@ -111,7 +112,7 @@ class Jobs:
     def stop(self, job: str) -> Job:
         """Asks a live job to finish its step, save a checkpoint and exit, and waits for that.
 
-        Raises PentadError when it is not live, or still runs long after Ray should have killed it.
+        Raises PentadError if it is not live, or still runs long after Ray should have killed it.
         """
         found = self.get(job)
         if not found.is_live:
@@ -134,7 +135,7 @@ class Jobs:
             raise PentadError(refusal(self.address, str(error))) from error
         except OSError as error:
             root: BaseException = error
-            while root.__context__ is not None:  # the OS error below those of Ray's HTTP library
+            while root.__context__ is not None:  # down to the OS error beneath those of Ray's HTTP library
                 root = root.__context__
             raise PentadError(f"the Ray cluster at {self.address} does not answer any more: {root}") from error
         except (RuntimeError, ValueError) as error:
@@ -142,7 +143,7 @@ class Jobs:
 
 
 def failure(message: str) -> str:
-    """Ray's message about a failed job in one sentence, pentad's own if there is one."""
+    """Ray's message about a failed job in one sentence, or pentad's own error in it if there is one."""
     ours = [line.removeprefix("pentad: ") for line in message.splitlines() if line.startswith("pentad: ")]
     code = re.search(r"failed with exit code (-?\d+)", message)
     if ours:
@@ -159,7 +160,7 @@ def _last_line(text: str) -> str:
 
 
 def _details(client: JobSubmissionClient, job: str) -> Any:
-    """What Ray knows about a job, None if there is no such job."""
+    """What Ray knows about a job; None if there is no such job."""
     if not _ID.fullmatch(job):
         return None
     try:

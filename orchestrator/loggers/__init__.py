@@ -1,1 +1,1 @@
-"""Where metrics go beside the run's folder: TensorBoard, Weights & Biases, MLflow, CSV; a process for each."""
+"""Loggers, to which metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, CSV; each in a process."""

@@ -12,7 +12,7 @@ FILE = "metrics.csv"
 
 
 class CsvFile(Logger):
-    """A column for each value; an empty field where a step has none."""
+    """Writes a column for each value, with an empty field where a step has none."""
 
     def __init__(self, run: LoggedRun, note: Note) -> None:
         self.path, self.columns = Path(run.folder, FILE), ["step", "time"]
@@ -34,7 +34,7 @@ class CsvFile(Logger):
         if not self.path.exists():
             return []
         with self.path.open(newline="") as file:
-            return [row for row in csv.DictReader(file) if None not in row.values()]  # a crash may cut the last one
+            return [row for row in csv.DictReader(file) if None not in row.values()]  # a crash may cut the last row
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         partial = self.path.with_name(f".{FILE}.partial")

@@ -1,4 +1,4 @@
-"""What a logger is, and what it receives from a run."""
+"""The interface of a logger, and what it receives from a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Note = Callable[[str], None]  # shows a sentence on the run's terminal
 
 
 class LoggedRun(NamedTuple):
-    """A run as its loggers know it from the start. `folder` is an absolute path, `first` the first step to log, `done`
-    the steps that are recorded in the folder, `settings` the logger's own section of `config`."""
+    """What loggers know of a run from the start. `folder` is an absolute path, `first` the first step to log, `done`
+    the number of steps recorded in the folder, and `settings` the logger's own section of `config`."""
 
     name: str
     folder: str
@@ -21,29 +21,30 @@ class LoggedRun(NamedTuple):
 
 
 class Logger:
-    """One place that metrics go to, which hears of what it has no method for in vain. What it raises ends the logger,
-    never the run."""
+    """One destination of metrics; override the methods for the events of interest. An exception ends the logger, never
+    the run."""
 
     def log(self, step: int, time: float, values: dict[str, float]) -> None:
-        """The values of a step that ended at this Unix time, or of the evaluation after `step` steps."""
+        """Logs the values of step `step`, or of the evaluation after `step` steps, which ended at the Unix time
+        `time`."""
 
     def rewind(self, step: int) -> None:
-        """This step and later ones are logged again."""
+        """This step and later ones will be logged again."""
 
     def checkpoint(self, step: int, folder: str) -> None:
         """A checkpoint after `step` steps has been committed."""
 
     def close(self, state: str) -> None:
-        """The run is over: 'finished', 'stopped' or 'failed'. Its pages and pictures are in its folder."""
+        """The run is over, in the state 'finished', 'stopped' or 'failed'. Its pages and pictures are in its folder."""
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row of metrics.jsonl as 'train/loss', those of mappings as 'train/sources/web'."""
+    """The numbers of a row of metrics.jsonl under names such as 'train/loss', and 'train/sources/web' in mappings."""
     return dict(_numbers({key: value for key, value in row.items() if key not in ("step", "time")}, "train"))
 
 
 def evaluation_scalars(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The losses in the rows of an evaluation as 'eval/NAME/loss', and their perplexities."""
+    """The losses and perplexities in the rows of an evaluation, as 'eval/NAME/loss' and 'eval/NAME/perplexity'."""
     return dict(
         pair
         for row in rows

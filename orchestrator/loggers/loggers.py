@@ -1,6 +1,7 @@
 """The driver's side of loggers: passes a run's events on to their processes, and never waits for them.
 
-metrics.jsonl is the record of a run. A logger that is too slow misses rows, which are counted; one that fails is gone.
+The record of a run is metrics.jsonl. A logger that is too slow misses rows, which are counted; one that fails logs
+nothing more.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 
 PACKAGES = {"csv": "csv", "tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
-LOGS = "loggers"  # folder in the run's, of what the loggers print and remember
+LOGS = "loggers"  # subfolder of the run's folder for what loggers print and remember
 MOST_QUEUED = 10_000  # rows
 CLOSE_SECONDS = 30.0
 
 
 def check_loggers(kinds: Sequence[str]) -> None:
-    """Raises PentadError when the package of a logger is not installed."""
+    """Raises PentadError if the package of a logger is not installed."""
     missing = [kind for kind in kinds if (spec := find_spec(PACKAGES[kind])) is None or spec.origin is None]
     if missing:
         extras = ",".join(missing)
@@ -43,8 +44,8 @@ def check_loggers(kinds: Sequence[str]) -> None:
 
 
 def _newest_checkpoint(folder: RunFolder, step: int) -> int:
-    """The last step up to this one after which a checkpoint was recorded; what loggers have of later ones is uncertain
-    where a driver continues with the ranks of one that died."""
+    """The step of the newest checkpoint recorded up to `step`, 0 if there is none. If this driver adopts the ranks of
+    one that died, it is uncertain which later steps loggers have."""
     saved = (event["step"] for event in read_lines(folder.path / JOURNAL) if event["event"] == "checkpoint")
     return max((each for each in saved if each <= step), default=0)
 
@@ -95,7 +96,7 @@ class Loggers(Watcher):
 
 
 def _started(kind: str, run: LoggedRun, note: Callable[[str], None]) -> LoggerProcess | None:
-    """None, with a note, where the system refuses: its disk is full, or it has too many processes."""
+    """Starts a logger; None, with a note, if the system refuses because of a full disk or too many processes."""
     try:
         return LoggerProcess(kind, run, note)
     except OSError as error:
@@ -127,7 +128,7 @@ class LoggerProcess:
             thread.start()
 
     def offer(self, message: dict[str, Any]) -> None:
-        """Drops it if the logger is too far behind."""
+        """Sends a message, or drops it if the logger is too far behind."""
         self.rows += 1
         if self.queue.qsize() < MOST_QUEUED:
             self.send(message)
@@ -138,11 +139,11 @@ class LoggerProcess:
         self.queue.put(message)
 
     def finish(self) -> None:
-        """Nothing more will be sent."""
+        """Tells the logger that nothing more will be sent."""
         self.queue.put(None)
 
     def join(self, deadline: float) -> None:
-        """Waits for the end of the process, and ends it at the monotonic second `deadline`."""
+        """Waits for the process to end, and kills it at the monotonic second `deadline`."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -158,7 +159,7 @@ class LoggerProcess:
     def _write(self) -> None:
         assert self.process.stdin is not None
         while (message := self.queue.get()) is not None:
-            with suppress(OSError):  # the process has ended, and has said why
+            with suppress(OSError):  # the process has ended and has said why
                 self.process.stdin.write(json.dumps(message) + "\n")
                 self.process.stdin.flush()
         with suppress(OSError):

@@ -16,9 +16,9 @@ from pentad.orchestrator.loggers.logger import LoggedRun, Logger, Note
 
 STATE, ARTIFACTS = "loggers/mlflow.json", ("config.yaml", "timeline.html", "trace.json.gz")
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-FLUSH_SECONDS, FLUSH_METRICS = 5.0, 500  # a request is logged so often; MLflow takes at most 1000 metrics in one
-MOST_PARAMS = 100  # of a request
-MOST_CHARACTERS = 6000  # of a parameter
+FLUSH_SECONDS, FLUSH_METRICS = 5.0, 500  # when to send a request; MLflow takes at most 1000 metrics in one
+MOST_PARAMS = 100  # MLflow's limit for a request
+MOST_CHARACTERS = 6000  # MLflow's limit for a parameter
 
 
 class Mlflow(Logger):
@@ -28,7 +28,7 @@ class Mlflow(Logger):
         self.folder, self.metrics, self.flushed = Path(run.folder), list[Metric](), time.monotonic()
         self.client = MlflowClient(_tracking_uri(run))
         self.id = self._resume(run)
-        known = self.client.get_run(self.id).data.params  # which must not change: config.yaml has the present ones
+        known = self.client.get_run(self.id).data.params  # MLflow forbids changes; config.yaml has the present values
         params = [Param(key, value) for key, value in _flat(run.config).items() if key not in known]
         for first in range(0, len(params), MOST_PARAMS):
             self.client.log_batch(self.id, params=params[first : first + MOST_PARAMS])
@@ -67,8 +67,8 @@ class Mlflow(Logger):
 
 
 def _tracking_uri(run: LoggedRun) -> str:
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which mlflow 3.18 and later refuse otherwise
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # of 7, which take minutes
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow 3.18 and later refuse files otherwise
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the default of 7 takes minutes
     given = run.settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
     return given or (Path(run.folder).parent / "mlruns").as_uri()
 
@@ -86,7 +86,7 @@ def _experiment(client: MlflowClient, run: LoggedRun) -> str:
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys, as on the command line."""
+    """The configuration with dotted keys, as on the command line, and values as JSON."""
     found = dict[str, str]()
     for key, value in config.items():
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""The process of one logger: reads messages from its standard input until that ends.
+"""The process of one logger, which reads messages from its standard input until that ends.
 
-A library that prints, hangs or crashes harms nothing but its logger. If the driver dies, its end of the pipe closes,
-and everything that it has sent is still logged.
+A library that prints, hangs or crashes thus harms only its logger. If the driver dies, its end of the pipe closes, and
+everything that it has sent is still logged.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LOGGERS = {
 
 
 def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
-    """Creates the logger of the first message, a LoggedRun, and passes the others to it."""
+    """Creates a logger from the first message, a LoggedRun, and passes the other messages to it."""
     remaining = iter(messages)
     run = LoggedRun(**next(remaining))
     logger: Logger = pkgutil.resolve_name(LOGGERS[kind])(run, note)
-    end = "failed"  # a driver that dies says nothing
+    end = "failed"  # a driver that dies sends no state
     evaluated = _recorded_again(logger, run)
     for message in remaining:
         match message:
@@ -47,7 +47,7 @@ def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
                     evaluated = _log_evaluation(logger, rows)
             case {"rewind": step}:
                 logger.rewind(step)
-                # It still counts when step `step`, the next one, is logged again.
+                # The evaluation before step `step`, the next one, still counts and is logged again.
                 evaluated = _log_evaluation(logger, [row for row in _lines(run, EVALUATIONS) if row["step"] == step])
             case {"checkpoint": folder, "step": step}:
                 logger.checkpoint(step, folder)
@@ -57,7 +57,8 @@ def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
 
 
 def _recorded_again(logger: Logger, run: LoggedRun) -> int:
-    """A driver that died had recorded these steps, but need not have logged them. Returns the last one evaluated."""
+    """Logs steps that a former driver recorded in the run's folder but may not have logged before it died. Returns the
+    step of the last evaluation among them, -1 without any."""
     evaluations = [row for row in _lines(run, EVALUATIONS) if run.first <= row["step"] <= run.done]
     rows = [row for row in _lines(run, METRICS) if run.first <= row["step"] < run.done] if run.first < run.done else []
     evaluated = {step: [*of_step] for step, of_step in groupby(evaluations, itemgetter("step"))}
@@ -70,7 +71,7 @@ def _recorded_again(logger: Logger, run: LoggedRun) -> int:
 
 
 def _log_evaluation(logger: Logger, rows: list[dict[str, Any]]) -> int:
-    """The step of the rows, which are of one evaluation; -1 without any."""
+    """Logs the rows of one evaluation and returns its step; -1 if there are none."""
     if not rows:
         return -1
     logger.log(rows[0]["step"], rows[0]["time"], evaluation_scalars(rows))
@@ -78,14 +79,14 @@ def _log_evaluation(logger: Logger, rows: list[dict[str, Any]]) -> int:
 
 
 def _lines(run: LoggedRun, name: str) -> list[dict[str, Any]]:
-    """The complete ones."""
+    """The complete lines of a file in the run's folder."""
     path = Path(run.folder, name)
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
 def main(kind: str) -> None:
-    """Standard output carries notes to the driver; what libraries print goes to standard error."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the driver, which then closes the pipe
+    """Serves a logger. Standard output carries notes to the driver; what libraries print goes to standard error."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the driver, which will close the pipe
         signal.signal(number, signal.SIG_IGN)
     sys.modules["torch"] = None  # type: ignore[assignment]  # no logger needs it, and importing it takes a second
     notes = os.fdopen(os.dup(1), "w", buffering=1)
@@ -95,10 +96,10 @@ def main(kind: str) -> None:
         notes.write(f"{text}\n")
 
     def fail(error: BaseException) -> None:
-        """Ends the process at once: a library whose writing thread has died may block all others."""
+        """Ends the process at once: if a library's writer thread has died, all other threads may block."""
         reason = (str(error) or type(error).__name__).splitlines()[0]
         note(f"logger {kind} has failed and logs nothing more ({reason})")
-        with suppress(OSError):  # of a full disk
+        with suppress(OSError):  # the disk may be full
             traceback.print_exception(error)
             sys.stderr.flush()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, in the folder `tensorboard` of the run's."""
+"""TensorBoard's event files, in the subfolder `tensorboard` of the run's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoard(Logger):
-    """After a rewind a new file hides the steps of the older ones that are logged again."""
+    """Writes event files. After a rewind a new file hides those steps of the older files that are logged again."""
 
     def __init__(self, run: LoggedRun, note: Note) -> None:
         self.folder = Path(run.folder, FOLDER)
@@ -44,5 +44,5 @@ class TensorBoard(Logger):
 
 
 def _writer(folder: Path, first: int) -> SummaryWriter:
-    suffix = f".{time.time_ns()}"  # two files of the same second need different names
+    suffix = f".{time.time_ns()}"  # two files created in the same second need different names
     return SummaryWriter(str(folder), purge_step=first, flush_secs=FLUSH_SECONDS, filename_suffix=suffix)

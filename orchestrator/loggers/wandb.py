@@ -1,4 +1,4 @@
-"""Weights & Biases: online, or offline in the folder `wandb` of the run's, for `wandb sync`."""
+"""Weights & Biases: online, or offline in the subfolder `wandb` of the run's folder, for `wandb sync`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Wandb(Logger):
         self.run.finish(exit_code=int(state == "failed"))
 
     def _init(self, run: LoggedRun, note: Note) -> Any:
-        """Offline where the server cannot be reached or there is no key: nothing is lost."""
+        """Starts the W&B run; offline if the server cannot be reached or there is no key, so that nothing is lost."""
         timeout = float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_SECONDS))
         settings = wandb.Settings(init_timeout=timeout, console="off")
         options = {key: run.settings[key] for key in ("project", "entity")} | {"name": run.name, "id": self.id}

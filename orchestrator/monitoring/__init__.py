@@ -1,1 +1,1 @@
-"""What a run shows: terminal, run folder, metrics and dashboards."""
+"""A run's outputs: terminal, run folder, metrics and dashboards."""

@@ -1,4 +1,4 @@
-"""A run's measured steps beside the same steps simulated, as an HTML page and as an SVG figure."""
+"""A run's measured steps beside simulations of the same steps, as an HTML page and as an SVG figure."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _STEP = attrgetter("step")
 
 
 class DrawnRun(NamedTuple):
-    """What drawings say about a run; `model` is a description. `memory` is what its plan has for each instruction, and
-    `messages` for those inside layers, if the plan is known; else `unplanned` may say why not."""
+    """What drawings say about a run; `model` is a description. If the plan is known, `memory` is the planned memory at
+    each instruction and `messages` are the planned messages inside layers; else `unplanned` may say why not."""
 
     name: str
     mesh: Mesh
@@ -45,14 +45,14 @@ class DrawnRun(NamedTuple):
 
     @staticmethod
     def of_plan(plan: Plan) -> DrawnRun:
-        """With its memory, unless the program is that of an evaluation."""
+        """The drawing of a plan, with its memory unless the program is an evaluation's."""
         planned = None if plan.program.forward_only else planned_memory(plan), planned_messages(plan)
         return DrawnRun(plan.name, plan.mesh, plan.program, plan.batch, _size(plan.model), *planned)
 
     @staticmethod
     def of_config(config: RunConfig, program: Program) -> DrawnRun:
-        """The drawing of a run with this program. A custom model is only named: to measure it would execute the user's
-        file."""
+        """The drawing of a run with this program. A custom model is only named: its size would require executing the
+        user's file."""
         from pentad.orchestrator.planning.layout import batch_spec
 
         batch, custom = batch_spec(config), config.model.custom
@@ -67,9 +67,9 @@ def _size(model: ModelSpec) -> str:
 
 
 def simulate_steps(plan: Plan | DrawnRun, measured: Timeline, costs: Costs) -> Timeline:
-    """Every step of `measured` simulated at the costs measured in that step, over the ranks of the mesh.
+    """Every step of `measured`, simulated with the costs measured in that step, over the ranks of the mesh.
 
-    `costs` are for steps that lack the F, B or W of some stage.
+    `costs` are used for steps that lack the F, B or W of some stage.
     """
     spans: list[Span] = []
     for step in measured.steps:
@@ -79,14 +79,14 @@ def simulate_steps(plan: Plan | DrawnRun, measured: Timeline, costs: Costs) -> T
 
 
 def run_trace(plan: Plan, measured: Timeline, simulated: Timeline, names: dict[int, str]) -> bytes:
-    """A trace of measured steps and of one of `simulate_steps`, the latter with messages inside layers. `names` are
-    those of ranks."""
+    """A trace of measured steps and of one step of `simulate_steps`, the latter with messages inside layers. `names`
+    are the ranks' names."""
     return trace_bytes([measured, with_layer_spans(simulated, plan, costs_of(plan))], process_names=names)
 
 
 def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figure: str = "") -> str:
-    """The HTML page of all measured steps; `simulated` is of `simulate_steps`, `figure` an SVG text below them. Without
-    a plan it shows how many microbatches the ranks save instead of planned bytes."""
+    """The HTML page of all measured steps; `simulated` comes from `simulate_steps`, and `figure` is the text of an SVG
+    shown below. Without planned memory it shows how many microbatches' activations the ranks save, not bytes."""
     program = run.program
     facts = {
         "schedule": f"{program.name}, {program.microbatches} microbatches",
@@ -104,7 +104,7 @@ def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figu
 
 
 def _paths(run: DrawnRun, timeline: Timeline) -> dict[int, list[PathPiece]]:
-    """The critical path of each step that has run the program."""
+    """The critical path of each step that ran the program, by step."""
     zeros = {step: min(span.start for span in spans) for step, spans in grouped(timeline.spans, _STEP).items()}
     paths = step_paths(run.program, run.mesh, timeline)
     return {step: [_on_clock(piece, zeros[step]) for piece in path] for step, path in paths.items()}

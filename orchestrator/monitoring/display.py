@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: its start-up, then a live table; one line per phase and step in a log."""
+"""A run's output on a terminal: its start-up, then a live table; in a log, one line per phase and step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pentad.schedules.ir.errors import printable
 
 _STEPS = 8  # rows of the table of steps
 BLOCKS = "▁▂▃▄▅▆▇█"
-STATE_COLOURS = {  # of ranks and runs
+STATE_COLOURS = {  # states of ranks and runs
     **{"running": "green", "idle": "dim", "waiting": "yellow", "starting": "yellow"},
     **{"hung": "bold red", "lost": "bold red", "failed": "bold red"},
     **{"paused": "yellow", "recovering": "bold yellow", "stopping": "yellow", "finished": "green", "stopped": "dim"},
@@ -34,9 +34,9 @@ STATE_COLOURS = {  # of ranks and runs
 
 
 class RunStream:
-    """A terminal that may close, or a file whose disk may be full: what is written to it then is lost, while the run
-    ends properly, or continues. Whoever closes a pipe wants no more of the run, which `on_closed` then ends; without
-    one, BrokenPipeError is raised."""
+    """A terminal that may close, or a file whose disk may be full: what is written then is lost, but the run ends
+    properly or continues. Closing a pipe means that the run should end, so `on_closed` is called; without one,
+    BrokenPipeError is raised."""
 
     def __init__(self, stream: IO[str], *, is_terminal: bool) -> None:
         self.stream, self.is_terminal = stream, is_terminal
@@ -72,8 +72,8 @@ class RunStream:
 
 
 class Display(AbstractContextManager["Display"]):
-    """Shows one run, from the phases of its start-up on; use it in a `with`. `began` is the monotonic second of the
-    command, from which the phases' seconds are counted."""
+    """Shows one run, beginning with the phases of its start-up; use it in a `with`. `began` is the monotonic second at
+    which the command started, from which the phases' seconds are counted."""
 
     def __init__(self, console: Console, name: str, steps: int, began: float | None = None) -> None:
         self.console, self.name, self.steps = console, name, steps
@@ -99,7 +99,7 @@ class Display(AbstractContextManager["Display"]):
             self.live = None
 
     def phase(self, text: str) -> None:
-        """Shows that `text` is under way from now on; a terminal shows all phases until the first step."""
+        """Shows that the phase `text` has begun; a terminal shows all phases until the first step."""
         self.phases.append(Text(f" {time.monotonic() - self.began:5.1f} s  {printable(text)}"))
         self._draw()
         if not self.is_live:
@@ -117,7 +117,7 @@ class Display(AbstractContextManager["Display"]):
             self.console.print(Text(step_line(row, self.steps)), soft_wrap=True)
 
     def evaluation(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Shows a finished evaluation, by the rows of its data sets in eval.jsonl."""
+        """Shows a finished evaluation; `rows` are its lines of eval.jsonl, one per data set."""
         self.evaluations = rows
         self._draw()
         if not self.is_live:
@@ -134,7 +134,7 @@ class Display(AbstractContextManager["Display"]):
         self._draw()
 
     def note(self, text: str) -> None:
-        """Prints a sentence above the live table, or as one line."""
+        """Prints a sentence, above the live table if there is one."""
         text = printable(text)
         if self.is_live:
             self.console.print(Padding(Text(text), (0, 1)))
@@ -142,7 +142,7 @@ class Display(AbstractContextManager["Display"]):
             self.console.print(Text(f" {text}"), soft_wrap=True)
 
     def _draw(self) -> None:
-        """Updates a terminal. Until the first step a thread does so too, for the clock, and the last view is erased."""
+        """Updates a terminal. Until the first step a thread does so too, for the clock, and closing erases the view."""
         if not self.is_live:
             return
         if self.live is None:
@@ -170,7 +170,7 @@ class Display(AbstractContextManager["Display"]):
         return Group(*parts)
 
     def _header(self, width: int) -> Table:
-        """Name, steps, a bar if there is room for it, and the time left or the state."""
+        """Name, steps, a progress bar if there is room for it, and the time left or the state."""
         done = self.rows[-1]["step"] + 1
         left = (self.steps - done) * sum(row["step_seconds"] for row in self.rows) / len(self.rows)
         rest = Text("done" if done >= self.steps else f"{format_duration(max(1, round(left)))} left", "dim")
@@ -206,7 +206,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def print_summary(console: Console, summary: dict[str, Any]) -> None:
-    """Prints the results of a run (the driver's summary) and where its files are."""
+    """Prints the results of a run (see `train.summary`) and where its files are."""
     files = summary["files"]
     measured, planned = (format_percent(summary[f"bubble_{which}"]) for which in ("measured", "planned"))
     facts = {
@@ -227,7 +227,7 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
 
 
 def print_evaluation(console: Console, checkpoint: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints what `pentad eval` has found, by the rows of eval.jsonl."""
+    """Prints the results of `pentad eval`, given as rows of eval.jsonl."""
     console.print(Text(f" {checkpoint}: after {rows[0]['step']} steps, {format_duration(rows[0]['seconds'])}\n"))
     forms = {"perplexity": ",.2f", "tokens": ",", "sequences": ","}
     cells = [
@@ -258,7 +258,7 @@ def steps_table(rows: deque[dict[str, Any]], width: int) -> Table:
 
 
 def ranks_table(ranks: Sequence[RankView], most: int, newest: int, width: int) -> Table:
-    """A row per rank, `most` in all. A report from before step `newest` is shown only for a lost rank."""
+    """A row per rank, at most `most`. A status from before step `newest` is shown only for a lost rank."""
     rows = []
     for at in ranks[:most]:
         is_current = at.step >= newest or at.state == "lost"
@@ -286,7 +286,7 @@ def evaluation_line(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _figures(row: dict[str, Any]) -> dict[str, str]:
-    """By the head of its column."""
+    """The figures of a step as text, by column head."""
     return {
         "step": str(row["step"]),
         "loss": format_number(row["loss"], ".4f"),

@@ -1,4 +1,4 @@
-"""Rows of eval.jsonl: what evaluations found, and which checkpoint is the best."""
+"""Rows of eval.jsonl: the results of evaluations, and which checkpoint is the best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVAL_KEYS = ("step", "time", "data", "loss", "perplexity", "tokens", "sequences"
 
 
 def evaluation_state(config: RunConfig, rows: Sequence[dict[str, Any]], step: int) -> dict[str, Any]:
-    """The fields of RunView about evaluations of a run that has done `step` steps; `rows` are those of eval.jsonl."""
+    """The fields of RunView about the evaluations of a run with `step` steps done; `rows` are those of eval.jsonl."""
     last = newest_evaluation(rows)
     views = tuple(EvalView(row["data"], row["step"], row["loss"]) for row in rows if row["step"] == last)
     following = config.eval.next_due(max(step, last + 1), config.run.steps) if config.data_sets else None
@@ -23,14 +23,14 @@ def evaluation_state(config: RunConfig, rows: Sequence[dict[str, Any]], step: in
 
 
 class Best(NamedTuple):
-    """The checkpoint with the lowest loss: it is of `step` steps."""
+    """The checkpoint with the lowest loss, saved after `step` steps."""
 
     step: int
     loss: float
 
 
 def evaluation_rows(step: int, results: Sequence[EvalResult], seconds: float, generation: int) -> list[dict[str, Any]]:
-    """A row for each data set, of the weights after `step` steps. Losses are per token; null stands for a number that
+    """A row for each data set, for the weights after `step` steps. Losses are per token; None stands for a number that
     is not finite."""
     rows = []
     for each in results:
@@ -43,13 +43,14 @@ def evaluation_rows(step: int, results: Sequence[EvalResult], seconds: float, ge
 
 
 def newest_evaluation(rows: Sequence[dict[str, Any]]) -> int:
-    """The most steps after which weights have been evaluated, by the lines of eval.jsonl; -1 without any."""
+    """The step of the newest evaluation in the lines of eval.jsonl; -1 without any."""
     return max((row["step"] for row in rows), default=-1)
 
 
 def best_of(rows: Sequence[dict[str, Any]], by: str | bool, saved: Collection[int]) -> Best | None:
-    """The best of the checkpoints after `saved` steps that were evaluated, the first of equal ones: by the loss of the
-    data set `by`, or by the mean loss of all data sets. None without any, or if `by` is false."""
+    """The best evaluated checkpoint among those of the `saved` steps, by the loss on the data set `by`, or by the mean
+    loss of all data sets if True; the earliest of equals. None if there is none with a finite loss, or `by` is False.
+    """
     losses: dict[int, list[float]] = {}
     for row in rows if by else ():
         if row["step"] in saved and by in (True, row["data"]):

@@ -1,4 +1,4 @@
-"""Where the events of a run arrive: updates the view, writes the journal, and notifies the watchers."""
+"""Receives the events of a run: updates the view, writes the journal, and notifies the watchers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from pentad.workers.runtime.telemetry import XIDS, GpuState
 
 
 class ExpertLoads(NamedTuple):
-    """The tokens that each expert got in the newest `step` whose load ranks reported, by layer."""
+    """The tokens that each expert got, by layer, in the newest `step` whose load the ranks reported."""
 
     step: int = -1
     layers: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 
 class EventBus:
-    """The events of one run, over all its generations. `view` is its present state."""
+    """The events of one run, across all its generations. `view` is the run's present state."""
 
     def __init__(
         self, config: RunConfig, folder: RunFolder, display: Display, first: int, dashboard: str | None
@@ -43,15 +43,15 @@ class EventBus:
         self.config, self.folder, self.display = config, folder, display
         self.watchers: list[Watcher] = []
         self.fp8_health = Fp8Health()
-        self.profiles = deque[tuple[int, StepProfile, Future[None]]]()  # that are being written, and their generations
-        self.disk_problem, self.most_waiting = "", 0  # why what was recorded waits in memory, and how much has
+        self.profiles = deque[tuple[int, StepProfile, Future[None]]]()  # being written, with their generations
+        self.disk_problem, self.most_waiting = "", 0  # why records wait in memory, and the most that have
         self.slow_ranks = ""  # which ranks are slow, in words
-        self.lasting_slow_ranks: tuple[SlowRank, ...] = ()  # those of them that elastic.slow_rank acts upon
-        self.flipped_bits = ""  # what the last search that found some said
+        self.lasting_slow_ranks: tuple[SlowRank, ...] = ()  # the slow ranks that elastic.slow_rank acts upon
+        self.flipped_bits = ""  # the verdict of the last check that found flipped bits
         self.gpus = dict[int, GpuState]()  # the ranks' GPUs, as last read
         self.expert_load, self.expert_slots = ExpertLoads(), 0
-        self.statuses = dict[int, Status]()  # of the ranks of this generation, as last heard
-        self.paces = deque[float](maxlen=8)  # seconds of the last steps
+        self.statuses = dict[int, Status]()  # last known statuses of this generation's ranks
+        self.paces = deque[float](maxlen=8)  # durations of the last steps, in seconds
         self.on_first_step: Callable[[], None] = lambda: None
         plan = folder.plan
         self.view = RunView(
@@ -69,7 +69,7 @@ class EventBus:
         )
 
     def ranks_placed(self, group: WorkerGroup) -> None:
-        """At the start and after every recovery."""
+        """Shows a new generation of ranks, at the start and after every recovery."""
         now, plan, self.statuses = time.monotonic(), group.plan, {}
         ranks = tuple(
             RankView(rank, plan.mesh.coordinates(rank), at.ip, at.pid, at.gpu, "starting", self.view.step, "", now)
@@ -113,7 +113,7 @@ class EventBus:
             watcher.on_gpu_states(self.gpus)
 
     def _xids(self, view: RankView, xids: Sequence[int]) -> None:
-        """What the driver of a rank's GPU has reported since it was asked last."""
+        """Records the XIDs that the driver of a rank's GPU has newly reported."""
         for xid in xids:
             facts = {"rank": view.rank, "node": view.node, "gpu": view.gpu, "xid": xid}
             self.record("xid", generation=self.view.generation, **facts)
@@ -158,7 +158,7 @@ class EventBus:
         self.update(step=done, loss=last["loss"], tokens_per_second=pace, verdict=verdict, seconds_left=left)
 
     def _slots_grown(self, steps: Sequence[tuple[int, int]]) -> None:
-        """Records, of (step, slots for tokens to another rank of experts), those that have become more."""
+        """Records every increase in `steps`, pairs of (step, slots for tokens to another expert rank)."""
         for step, slots in steps:
             before = self.expert_slots or self.folder.plan.expert_slots
             if slots > before:
@@ -169,13 +169,13 @@ class EventBus:
             self.expert_slots = slots
 
     def _profiled(self, profile: StepProfile) -> None:
-        """Has what ranks saw of a profiled step written, beside the next steps if the disk is slow."""
+        """Writes the ranks' profiles of a step, in the background if the disk is slow."""
         saved = in_daemon(partial(save_profile, self.folder.path, profile))
         self.profiles.append((self.view.generation, profile, saved))
         wait([saved], WAIT_SECONDS)
 
     def _record_profiles(self) -> None:
-        """Writes to the journal what came of profiles."""
+        """Records in the journal the outcome of the profiles that have been written."""
         while self.profiles and self.profiles[0][-1].done():
             self._record_profile(*self.profiles.popleft())
 
@@ -205,7 +205,7 @@ class EventBus:
         self.update(**evaluation_state(self.config, rows, rows[0]["step"]))
 
     def rewind(self, step: int) -> None:
-        """Step `step` and later ones will run again."""
+        """Drops the records of step `step` and later ones, which will run again."""
         self.folder.rewind(step)
         self._await_disk()
         self.update(**evaluation_state(self.config, self.folder.evaluations(), step))
@@ -213,21 +213,21 @@ class EventBus:
             watcher.on_rewind(step)
 
     def record(self, event: str, **facts: Any) -> None:
-        """Writes a line of the journal; it is in the file when this returns, if the disk takes it within moments."""
+        """Writes a line to the journal. It is in the file when this returns, unless the disk is slow."""
         entry = self.folder.event(event, **facts)
         for watcher in self.watchers:
             watcher.on_event(entry)
         self._await_disk()
 
     def _await_disk(self) -> None:
-        """What was recorded is in the files before the run acts upon it, unless the disk takes too long."""
+        """Waits, but not for long, until the disk has what was recorded, before the run acts upon it."""
         self.folder.files.wait()
         self.watch_disk()
 
     def watch_disk(self) -> None:
-        """Says when the disk takes nothing of what is recorded, and when it has taken all of it again."""
+        """Reports when the disk stops accepting records, and when it has caught up again."""
         files, before = self.folder.files, self.disk_problem
-        if files.is_given_up and not before:  # an error says it
+        if files.is_given_up and not before:  # an error has reported it
             return
         self.disk_problem = files.problem() or (before if files.waiting else "")
         waited = self.most_waiting
@@ -241,7 +241,8 @@ class EventBus:
             self.record("records written", cause=before)
 
     def settle(self) -> None:
-        """Waits a while for the disk, at the end of a run. Raises PentadError, with what is lost, if it stays away."""
+        """Waits a while for the disk, at the end of a run. Raises PentadError, naming what is lost, if the disk does
+        not recover."""
         self.folder.files.settle()
         self.watch_disk()
         while self.profiles:
@@ -249,7 +250,7 @@ class EventBus:
         self.folder.files.settle()
 
     def keep_records(self) -> None:
-        """As `settle`, and the disk keeps what it has taken, whatever happens to this host."""
+        """As `settle`, and syncs the files, so that they survive a crash of this host."""
         self.settle()
         try:
             within(SETTLE_SECONDS, self.folder.files.sync)
@@ -272,5 +273,5 @@ def _skip_reason(row: dict[str, Any]) -> str:
 def _state(status: Status) -> str:
     if not status.instruction:
         return "idle"
-    is_communication = "RECV" in status.instruction or "#" in status.instruction  # a receive, or a collective
+    is_communication = "RECV" in status.instruction or "#" in status.instruction  # a receive or a collective
     return "waiting" if is_communication else "running"

@@ -1,6 +1,7 @@
-"""The Prometheus exporter of a run, on its driver: the table of its metrics, and a watcher that keeps their values.
+"""A run's Prometheus exporter, in the driver: the table of metrics, and a watcher that keeps their values.
 
-Names are in base units. Labels have few values (never a step or a microbatch) to keep the number of series small.
+Values are in base units, which the names state. Labels have few values (never a step or a microbatch), to keep the
+number of series small.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pentad.workers.runtime.telemetry import THROTTLES, GpuState
 Labels = tuple[str, ...]
 
 RANK: Labels = ("rank", "dp", "pp", "cp", "tp", "ep", "node")
-# 100 us to 100 s: three buckets per decade, or ten to resolve changes of a quarter.
+# 100 us to 100 s: three buckets per decade, or ten to resolve changes of 25 %.
 COARSE = tuple(float(f"{10 ** (k / 3 - 4):.1g}") for k in range(19))
 FINE = tuple(float(f"{10 ** (k / 10 - 4):.2g}") for k in range(61))
 # Exported as zero from the start: Prometheus sees no increase in a counter that first appears as 1.
@@ -37,15 +38,15 @@ DETECTORS = ("ray", "heartbeat", "deadline", "peer", "notice", "times", "check")
 CHECKPOINT_STAGES = {"snapshot": "snapshot_seconds", "wait": "waited_seconds", "disk": "seconds"}  # keys of the event
 PHASES = ("detect", "fence", "place", "load", "connect", "state")
 FP8: Labels = ("parameter", "operand")
-MOST_SERIES = 2000  # of a rank's seconds; beyond that its stages are added up
+MOST_SERIES = 2000  # pentad_rank_seconds series of one rank; beyond that its stages are added up
 TENSORS = {"loss": "loss", "grad_norm": "gradient"}
 
 
 class Metric(NamedTuple):
-    """`labels` come in addition to `job`, the run's name, which every metric has; `buckets` are those of a histogram.
+    """`labels` come in addition to `job`, the run's name, which every metric has; `buckets` are for histograms.
 
-    A gauge may show the last value of a key of metrics.jsonl (`row`), or a reading of each rank's GPU, a field of
-    GpuState (`gpu`); it has no value where that is None.
+    A gauge may show the last value of a key of metrics.jsonl (`row`), or a field of GpuState for each rank's GPU
+    (`gpu`); it has no value where that is None.
     """
 
     kind: Literal["gauge", "counter", "histogram"]
@@ -152,7 +153,7 @@ FAMILIES: dict[str, Any] = {
 
 
 class Histogram:
-    """Counts by bucket, with one more for values above the last, and the sum of all values."""
+    """Counts by bucket, plus one count for values above the last bucket, and the sum of all values."""
 
     def __init__(self, buckets: tuple[float, ...]) -> None:
         self.buckets, self.sum = buckets, 0.0
@@ -168,13 +169,13 @@ class Histogram:
 
 
 class Exporter(Watcher, Collector):
-    """Serves the metrics of run `job` over HTTP from construction until `close`. Port 0 means a free one.
+    """Serves the metrics of run `job` over HTTP from construction until `close`. Port 0 means any free port.
 
-    Raises PentadError when nothing can listen there.
+    Raises PentadError if nothing can listen there.
     """
 
     def __init__(self, job: str, host: str, port: int) -> None:
-        self._job, self._lock = job, threading.RLock()  # held while values change together
+        self._job, self._lock = job, threading.RLock()  # held while several values change together
         self._values: dict[str, dict[Labels, Any]] = {name: {} for name in METRICS}  # numbers or Histograms, by labels
         self._ranks: dict[int, Labels] = {}
         self._furthest, self._productive, self._began = -1, 0.0, time.monotonic()
@@ -188,7 +189,7 @@ class Exporter(Watcher, Collector):
         return self._server.address
 
     def collect(self) -> list[Any]:
-        """The values, for prometheus_client."""
+        """The metric families, for prometheus_client."""
         with self._lock:
             elapsed = max(1e-9, time.monotonic() - self._began)
             self._put("pentad_effective_training_time_ratio", self._productive / elapsed)
@@ -222,7 +223,7 @@ class Exporter(Watcher, Collector):
             self._values["pentad_rank_seconds"] = seconds
 
     def on_view(self, view: RunView) -> None:
-        """The run's state and size, and heartbeats on this host's clock."""
+        """Updates the run's state and size, and the ranks' heartbeats by this host's clock."""
         epoch = time.time() - time.monotonic()
         self._is_healthy = makes_progress(view)
         with self._lock:
@@ -260,7 +261,7 @@ class Exporter(Watcher, Collector):
                     self._add("pentad_checkpoint_failures_total", 1)
 
     def on_gpu_states(self, states: dict[int, GpuState]) -> None:
-        """Replaces the readings of the ranks' GPUs, by rank; those of other ranks are dropped."""
+        """Replaces all readings of the ranks' GPUs; `states` is by rank."""
         known = [(self._ranks[rank], state) for rank, state in states.items() if rank in self._ranks]
         with self._lock:
             for name, metric in METRICS.items():
@@ -337,7 +338,7 @@ class Exporter(Watcher, Collector):
         self._values[name][labels] = self._values[name].get(labels, 0.0) + amount
 
     def _histogram(self, name: str, *labels: str) -> Histogram:
-        """The counts, initially zero."""
+        """The histogram with these labels, created with zero counts."""
         return self._values[name].setdefault(labels, Histogram(METRICS[name].buckets))
 
     def _family(self, name: str, metric: Metric) -> Any:
@@ -349,6 +350,6 @@ class Exporter(Watcher, Collector):
 
 
 def rank_labels(view: RankView) -> Labels:
-    """Label values of RANK."""
+    """The values of the labels RANK."""
     at = view.coordinates
     return (*map(str, (view.rank, at.dp, at.pp, at.cp, at.tp, at.ep)), view.node)

@@ -1,4 +1,4 @@
-"""Watches the Ray head: without it the driver's calls into Ray block until Ray kills the process."""
+"""Watches the Ray head: if it is gone, the driver's calls into Ray block until Ray kills the process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 
 CHECK_SECONDS = 0.5
 LOCAL_SECONDS = 2.0  # nobody restarts a local head
-JOINED_SECONDS = 45.0  # somebody may restart this one; Ray itself waits for 60
+JOINED_SECONDS = 45.0  # an existing cluster's head may be restarted; Ray itself waits 60 s
 EXIT_SECONDS = 8.0
 
 
 @contextmanager
 def watched_head(cluster: Cluster, bus: EventBus) -> Iterator[None]:
-    """Exits this process with one sentence when the head is gone for good: no call into Ray returns then."""
+    """Exits this process with one sentence if the head is gone for good, because then no call into Ray returns."""
     over = threading.Event()
     timeout = LOCAL_SECONDS if cluster.local else JOINED_SECONDS
 
@@ -48,7 +48,7 @@ def watched_head(cluster: Cluster, bus: EventBus) -> Iterator[None]:
 
 
 def watch(address: str, timeout: float, over: threading.Event, gone: Callable[[], None]) -> None:
-    """Calls `gone` when nothing has taken a connection at 'HOST:PORT' for `timeout` seconds, unless `over` is set."""
+    """Calls `gone` once nothing has accepted a connection at 'HOST:PORT' for `timeout` seconds, until `over` is set."""
     host, _, port = address.rpartition(":")
     silent_since = 0.0  # 0 while the head answers
     while not over.wait(CHECK_SECONDS):

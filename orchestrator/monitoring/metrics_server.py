@@ -1,4 +1,4 @@
-"""HTTP servers in threads of their own, and the one that Prometheus scrapes and probes ask."""
+"""HTTP servers in threads of their own, among them the one for Prometheus scrapes and health probes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pentad.schedules.ir.errors import PentadError
 
 POLL_SECONDS = 0.05  # upper bound on the time `close` takes
 REQUEST_SECONDS = 10.0  # for a slow client to send its request
-MOST_CLIENTS = 16  # at once; each has a thread
+MOST_CLIENTS = 16  # served at once, each in its own thread
 HEALTH_PATH = "/health"
 
 
 class HttpServer:
-    """Answers requests in threads of its own, from construction until `close`; with `tls` by HTTPS. Port 0 means a free
-    one; `key` is what configures it.
+    """Answers requests in threads of its own from construction until `close`, over HTTPS if given `tls`. Port 0 means
+    any free port; `key` is the configuration key of the port.
 
-    Raises PentadError when nothing can listen there.
+    Raises PentadError if nothing can listen there.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HttpServer:
 
 
 class MetricsServer(HttpServer):
-    """Serves what `values` collects. /health has status 200 while `is_healthy`, else 503."""
+    """Serves the metrics that `values` collects. /health has status 200 while `is_healthy`, else 503."""
 
     def __init__(self, values: Collector, host: str, port: int, is_healthy: Callable[[], bool]) -> None:
         registry = CollectorRegistry()
@@ -73,7 +73,7 @@ class _Handler(MetricsHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    """Hangs up on whoever comes while MOST_CLIENTS are served."""
+    """Hangs up on further clients while MOST_CLIENTS are being served."""
 
     tls: ssl.SSLContext | None
 
@@ -82,7 +82,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def get_request(self) -> Any:
-        """With TLS the handshake is part of the first read, in the client's own thread."""
+        """Accepts a client. A TLS handshake is left to the first read, in the client's own thread."""
         request, client_address = super().get_request()
         if self.tls is not None:
             request = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
@@ -105,4 +105,4 @@ class _Server(ThreadingHTTPServer):
         TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores clients that hang up: nothing is printed on the run's terminal."""
+        """Ignores clients that hang up, so that nothing is printed on the run's terminal."""

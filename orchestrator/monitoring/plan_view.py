@@ -1,4 +1,4 @@
-"""A plan as text: what will run, where, in how much memory, and a simulated step."""
+"""A plan as text: what will run, where, with how much memory, and a simulated step."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ Needs = Sequence[dict[str, int]]  # bytes of every rank, by kind
 
 
 def print_plan(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankView] = ()) -> None:
-    """Prints a plan with a step simulated at `costs`; `ranks` are those placed, or none."""
+    """Prints a plan with a step simulated with `costs`; `ranks` are the placed ranks, if any."""
     for part in plan_view(console, plan, costs, ranks):
         console.print(part)
 
 
 def plan_view(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankView] = ()) -> Iterator[RenderableType]:
-    """What `print_plan` prints, made for this console."""
+    """The parts that `print_plan` prints, made for this console."""
     coloured = is_coloured(console)
     timeline = simulate(plan.program, costs)
-    axis = "pp" if plan.mesh.size > plan.mesh.pp else ""  # a row is one rank, or all those of a pipeline rank
+    axis = "pp" if plan.mesh.size > plan.mesh.pp else ""  # a row is one rank, or all ranks of a pipeline rank
     label = len(f"{axis}{plan.program.ranks - 1}") + 2
     rows = bars(timeline, max(20, console.width - label - 1), coloured=coloured)
     names = (f"{axis}{pp}".rjust(label - 1) for pp in range(plan.program.ranks))
@@ -66,7 +66,7 @@ STATE = ("parameters", "replicas")
 
 
 def _transport_text(plan: Plan) -> str:
-    """', peer copies along pp and tp, NCCL for parameters'; '' without communication."""
+    """The transports, as in ', peer copies along pp and tp, NCCL for parameters'; '' without communication."""
     text, found = "", transports(plan)
     for kind, name in (("peer", "peer copies"), ("nccl", "NCCL"), ("gloo", "Gloo")):
         moved = [each for each, its in found.items() if its == kind]
@@ -143,7 +143,8 @@ OPERATIONS = {"grouped_gemm": "experts' products", "grouped_gemm_transposed": "t
 
 
 def _kernel_facts(plan: Plan) -> dict[str, str]:
-    """For the table of `pentad plan`, what GPUs run by configuration or measurement; empty if the usual kernels."""
+    """Facts on the GPU kernels chosen by configuration or measurement, for the table of `pentad plan`; empty for the
+    default ones."""
     name, measured, _ = plan.kernels
     if plan.device == "cpu" or (name == "auto" and not measured):
         return {}
@@ -163,14 +164,14 @@ def _kernel_facts(plan: Plan) -> dict[str, str]:
 
 
 def _shards_text(plan: Plan) -> str:
-    """'8 shards of a pipeline stage, 2 replicas of each'."""
+    """The ZeRO shards, as in '8 shards of a pipeline stage, 2 replicas of each'."""
     shards = max(map(plan.num_zero_shards, plan.param_shards))
     replicas = max(plan.num_holders(each) // plan.num_zero_shards(each) for each in plan.param_shards)
     return f"{shards} shards of a pipeline stage" + (f", {replicas} replicas of each" if replicas > 1 else "")
 
 
 def _gathered_text(plan: Plan) -> str:
-    """In what ZeRO-3 gathers the weights of products in 8 bits; '' without such."""
+    """The dtype in which ZeRO-3 gathers the weights of FP8 matmuls; '' without ZeRO-3 or FP8."""
     if plan.fp8 is None or plan.zero < 3:
         return ""
     if any(map(plan.size_in_8_bits, plan.param_shards)):
@@ -181,7 +182,7 @@ def _gathered_text(plan: Plan) -> str:
 
 
 def _offload_facts(plan: Plan, costs: Costs) -> dict[str, str]:
-    """Facts for the table of `pentad plan`, by name; empty without offloading."""
+    """Facts on offloading for the table of `pentad plan`, by name; empty without offloading."""
     found = dict[str, str]()
     if any(plan.offload):
         shares = [max(plan.offload[unit] for unit in held) for held in plan.program.placement]
@@ -199,14 +200,14 @@ def _offload_facts(plan: Plan, costs: Costs) -> dict[str, str]:
 
 
 def _by_rank(shares: list[float]) -> str:
-    """One figure for pipeline ranks that all have the same."""
+    """The shares by pipeline rank, as one percentage if all are the same."""
     texts = [format_percent(share) for share in shares]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 
 
 def ranks_table(plan: Plan, needs: Needs, ranks: Sequence[RankView], width: int) -> Table:
-    """A row per rank: its coordinates, its layers, where it runs and its peak memory, of those that ranks need. Of many
-    ranks without a place, neighbours in a pipeline rank that need as much share a row."""
+    """A row per rank: its coordinates, layers, place and peak memory from `needs`. If there are many ranks and none is
+    placed, neighbours in a pipeline rank that need the same amount share a row."""
     where = {at.rank: (at.node, f"GPU {at.gpu}" if at.gpu >= 0 else "CPU", str(at.pid)) for at in ranks}
     heads = ["rank>", "place", "layers", *(("node", "device", "pid>") if where else ()), "memory>"]
     rows = []
@@ -224,7 +225,7 @@ def ranks_table(plan: Plan, needs: Needs, ranks: Sequence[RankView], width: int)
 
 
 def memory_line(plan: Plan, needs: Needs) -> RenderableType:
-    """What fills the memory of the rank that needs most."""
+    """What fills the memory of the rank that needs the most."""
     rank = max(range(plan.mesh.size), key=lambda rank: needs[rank]["total"])
     kinds = ((name, part) for name, part in needs[rank].items() if part and name not in ("total", *ON_HOST))
     copied = copy_slots_bytes(plan, rank)
@@ -241,7 +242,7 @@ def memory_line(plan: Plan, needs: Needs) -> RenderableType:
 
 
 def layers_text(plan: Plan, *stages: int) -> str:
-    """The layers of stages as ranges; those of consecutive stages are one range."""
+    """The layers of stages as ranges, merged for consecutive stages."""
     ranges: list[LayerRange] = []
     for layers in (plan.layers[stage] for stage in stages):
         if ranges and ranges[-1].end == layers.first:

@@ -1,4 +1,4 @@
-"""A driver that is itself a Ray job adds its endpoints to the job's metadata, where `pentad jobs` finds them."""
+"""Adds the endpoints of a driver that is itself a Ray job to the job's metadata, where `pentad jobs` finds them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TIMEOUT_SECONDS = 5.0
 
 
 def announce(endpoints: dict[str, str]) -> bool:
-    """Adds a driver's endpoints to the metadata of the Ray job that it is, after it joined the cluster.
+    """Adds this driver's endpoints to the metadata of its Ray job, once it has joined the cluster.
 
-    False when it is not a job or Ray does not accept them. Never raises: no run should end because of it.
+    False if it is not a job or Ray does not accept them. Never raises: no run should end because of this.
     """
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         return False

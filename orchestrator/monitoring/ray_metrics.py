@@ -1,4 +1,4 @@
-"""Exports a few metrics of a run through Ray (ray_pentad_loss, ...), for setups that scrape Ray only."""
+"""Exports a few metrics of a run through Ray (ray_pentad_loss, ...), for setups that scrape only Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GAUGES = {
 
 
 class RayMetrics(Watcher):
-    """A watcher that does nothing unless Ray is initialized. Ray reports the metrics of run `job` every ten seconds."""
+    """Sets the metrics of run `job`, which Ray reports every ten seconds. Does nothing unless Ray is initialized."""
 
     def __init__(self, job: str) -> None:
         self._job, self._gauges = job, dict[str, Any]()

@@ -1,15 +1,16 @@
 """The last steps of a run in Ray's own dashboard: Jobs > the job > Task Timeline > Download, a file for Perfetto.
 
 Ray draws one slice per profile event of a task. Each rank gets synthetic tasks whose profile events are the compute
-instructions that it ran, at the times measured; they are sent to Ray's control store (GCS) as workers send theirs. A
-replica is a process ('Node pentad dp0'), a rank a thread ('worker:0003' is rank 3). Transfers and collectives are left
-out: they overlap with compute, and the slices of a thread must nest. trace.json.gz in the run folder has them.
+instructions that it ran, with measured times; they are sent to Ray's control store (GCS) as workers send theirs. A
+replica is a process ('Node pentad dp0') and a rank a thread ('worker:0003' is rank 3). Transfers and collectives are
+left out, because they overlap with compute and the slices of a thread must nest; trace.json.gz in the run folder has
+them.
 
 The GCS keeps the newest KEPT_SPANS events of a task, so each rank reuses a few tasks cyclically and the job's list of
 tasks does not grow.
 
-Measured on two cores: a push of 520 slices (4 ranks, 5 steps of the quickstart) takes 3 to 5 ms of a thread of its own,
-at most once a second, and `on_steps` 0.1 ms of the driver's; 96 000 slices (64 ranks) take 0.4 s, every 21 s.
+Measured on two cores: a push of 520 slices (4 ranks, 5 steps of the quickstart) takes 3 to 5 ms in a thread of its own,
+at most once a second, and `on_steps` 0.1 ms in the driver's; 96 000 slices (64 ranks) take 0.4 s every 21 s.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ MIN_INTERVAL_SECONDS = 1.0  # between two pushes
 MAX_DUTY_CYCLE = 0.02  # share of the time spent in pushes
 TIMEOUT_SECONDS = 2.0
 KEPT_SPANS = 1000  # Ray's default of task_events_max_num_profile_events_per_task
-MAX_TASKS = 128  # of all ranks together: a file of 50 MB at most
-# Nanoseconds left between adjacent slices: the dashboard rounds times by up to half, and Perfetto drops overlaps.
+MAX_TASKS = 128  # for all ranks together: a file of at most 50 MB
+# Nanoseconds left between adjacent slices: the dashboard rounds times by up to half of it, and Perfetto drops overlaps.
 GAP = 1000
-# Ray's dashboard colours a slice by the name of one of Ray's own events; these have the colours of our drawings.
+# Ray's dashboard colours a slice like the Ray event that it names; these events have the colours of our drawings.
 EVENT_OF_COLOUR = {
     "rail_response": "task",
     "rail_idle": "task:store_outputs",
@@ -46,7 +47,7 @@ EVENT_OF_COLOUR = {
 
 
 class RayRow(NamedTuple):
-    """Where Ray shows a rank: process title, thread ID (its hexadecimal form is the rank), coordinates, and row
+    """Where Ray shows a rank: process title, thread ID (whose hexadecimal digits are the rank), coordinates, and row
     number."""
 
     process: str
@@ -56,7 +57,7 @@ class RayRow(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The spans of a step, or of a round of an evaluation, on all ranks, and the row of each rank."""
+    """The spans of a step or of a round of an evaluation on all ranks, and each rank's row."""
 
     name: str
     rows: dict[int, RayRow]
@@ -64,11 +65,12 @@ class Step(NamedTuple):
 
 
 class RayTimeline(Watcher):
-    """Its first error is passed to `note`, in the caller's thread; the run continues without the timeline."""
+    """Pushes steps to Ray from a thread. Passes its first error to `note`, in the caller's thread; the run continues
+    with an incomplete timeline."""
 
     def __init__(self, keep: int, note: Callable[[str], None]) -> None:
-        """Publishes at least the last `keep` steps, 0: none; ranks beyond MAX_TASKS, and spans of a rank and step
-        beyond KEPT_SPANS, may be missing."""
+        """Publishes at least the last `keep` steps (0: none). Ranks beyond MAX_TASKS, and spans beyond KEPT_SPANS of a
+        rank and step, may be missing."""
         self._keep, self._note = keep, note
         self._wall = time.time_ns() - time.monotonic_ns()
         self._numbers: dict[Coordinates, int] = {}
@@ -106,7 +108,7 @@ class RayTimeline(Watcher):
         self._report()
 
     def close(self) -> None:
-        """Pushes the remaining steps, for at most TIMEOUT_SECONDS."""
+        """Pushes the remaining steps, waiting for at most TIMEOUT_SECONDS."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(TIMEOUT_SECONDS)
@@ -129,11 +131,11 @@ class RayTimeline(Watcher):
                     spent = time.monotonic() - began
                     pause = max(MIN_INTERVAL_SECONDS, spent / MAX_DUTY_CYCLE) - spent
                 self._try(push.finish)
-        except Exception as error:  # another version of Ray
+        except Exception as error:  # such as with another version of Ray
             self._error = f"{type(error).__name__}: {error}"
 
     def _try(self, push: Callable[[], None]) -> None:
-        """A push that fails may succeed later."""
+        """Pushes, and remembers an error: a later push may succeed."""
         try:
             push()
         except grpc.RpcError as error:
@@ -155,7 +157,7 @@ class _Push:
         self.tasks: set[bytes] = set()
 
     def steps(self, steps: Sequence[Step]) -> None:
-        """Raises grpc.RpcError after TIMEOUT_SECONDS."""
+        """Sends steps. Raises grpc.RpcError after TIMEOUT_SECONDS."""
         request = self.request()
         for step in steps:
             for rank, spans in _by_rank(step).items():
@@ -164,7 +166,7 @@ class _Push:
         self._send(request)
 
     def finish(self) -> None:
-        """Marks the tasks as finished, or Ray would list them as failed."""
+        """Marks the tasks as finished; Ray would list them as failed otherwise."""
         request = self.request()
         for task in sorted(self.tasks):
             events = request.data.events_by_task.add(task_id=task, job_id=self.job)
@@ -195,7 +197,7 @@ class _Push:
             profile.events.add(event_name=span.op, extra_data=json.dumps(_facts(span)), start_time=start, end_time=end)
 
     def _id(self, row: RayRow, slot: int) -> bytes:
-        """Sorts first among the 10 000 tasks that the dashboard shows, ranks in order."""
+        """A task ID that sorts first among the 10 000 tasks that the dashboard shows, with ranks in order."""
         return bytes(3) + row.number.to_bytes(3) + slot.to_bytes(2) + b"\xff" * 12 + self.job
 
     def _time(self, seconds: float) -> int:
@@ -203,14 +205,14 @@ class _Push:
 
 
 def _channel() -> grpc.Channel:
-    """Uses the token and certificates of Ray's own connections."""
+    """A channel to the GCS with the token and certificates of Ray's own connections."""
     from ray._private.grpc_utils import init_grpc_channel
 
     return init_grpc_channel(_driver().gcs_client.address)
 
 
 def _driver() -> Any:
-    """This process's Ray worker; the public API would start a cluster if there is none."""
+    """This process's Ray worker; the public API would start a cluster if there were none."""
     return ray._private.worker.global_worker
 
 
@@ -221,13 +223,13 @@ def _states() -> Any:
 
 
 def _thread_id(rank: int) -> bytes:
-    """The bytes whose hexadecimal digits are the rank's decimal ones."""
+    """The bytes whose hexadecimal digits are the decimal digits of the rank."""
     digits = str(rank)
     return bytes.fromhex(digits.zfill(max(4, len(digits) + len(digits) % 2)))
 
 
 def _tasks_per_rank(spans: int, keep: int, ranks: int) -> int:
-    """Enough to hold `keep` steps of `spans` spans each."""
+    """The number of tasks that a rank needs for `keep` steps of `spans` spans each, within MAX_TASKS."""
     steps_per_task = max(1, KEPT_SPANS // spans)
     return max(1, min(-(-keep // steps_per_task), MAX_TASKS // ranks))
 
@@ -240,7 +242,7 @@ def _by_rank(step: Step) -> dict[int, list[Span]]:
 
 
 def _merged(spans: Sequence[Span]) -> Iterator[Span]:
-    """Spans of a rank by start; overlapping ones, as of a fused pair, are merged."""
+    """A rank's spans, sorted by start, with overlapping ones, such as those of an `Overlap`, merged."""
     last = spans[0]
     for span in spans[1:]:
         if span.start < last.end:

@@ -1,6 +1,6 @@
-"""The state of a run that others can see, the requests they can make, and the base of what watches a run.
+"""The visible state of a run, the requests that users can make, and the base class of watchers.
 
-The driver's main thread writes; the control service, the exporter and others read from their own threads.
+The driver's main thread writes the state; the control service, the exporter and others read it in their own threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pentad.schedules.spec.mesh import Coordinates
 from pentad.workers.runtime.telemetry import GpuState
 
 RUN_STATES = ("starting", "running", "paused", "recovering", "stopping", "finished", "stopped", "failed")
-OVER = ("finished", "stopped", "failed")  # without ranks
+OVER = ("finished", "stopped", "failed")  # states in which a run has no ranks
 RANK_STATES = ("starting", "running", "waiting", "idle", "hung", "lost")
 
 
@@ -37,7 +37,7 @@ class RankView(NamedTuple):
 
 
 class EvalView(NamedTuple):
-    """The last evaluation of a data set, after this many steps; its loss is None where it was not finite."""
+    """The last evaluation of a data set, after `step` steps; `loss` is None if it was not finite."""
 
     data: str
     step: int
@@ -49,8 +49,8 @@ class RunView(NamedTuple):
 
     `verdict` says which rank a stalled run waits for, and which ranks are slow or were wrong; otherwise ''.
     `endpoints` may have 'control' and 'metrics' (HOST:PORT), 'dashboard' and 'page' (URLs). The next evaluation is due
-    after `next_evaluation` steps, None if no other is. `spares` processes wait to take the place of a lost rank. The
-    other steps take `seconds_left` at the pace of the last ones, evaluations aside; None where that is not known.
+    after `next_evaluation` steps (None: no more are). `spares` processes wait to take the place of a lost rank. The
+    remaining steps take `seconds_left` at the pace of the last ones, without evaluations; None if unknown.
     """
 
     run: str
@@ -74,16 +74,16 @@ class RunView(NamedTuple):
 
 
 def makes_progress(view: RunView) -> bool:
-    """Whether the run is live, and does not wait for the replacement of a lost rank."""
+    """Whether the run is live and not waiting for the replacement of a lost rank."""
     waits = view.state == "recovering" and any(rank.state == "lost" for rank in view.ranks)
     return view.state not in OVER and not waits
 
 
 class Watcher:
-    """Is notified of a run's events, in the driver's main thread: it must neither block nor raise."""
+    """Is notified of a run's events, in the driver's main thread. Its methods must neither block nor raise."""
 
     def on_ranks_placed(self, view: RunView) -> None:
-        """At the start and after every recovery, perhaps on another mesh."""
+        """Called at the start and after every recovery, perhaps with another mesh."""
         self.on_view(view)
 
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
@@ -93,52 +93,52 @@ class Watcher:
         """Seconds of the ranks in a completed step, by op and stage; after `on_steps`."""
 
     def on_evaluation(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
-        """A completed evaluation: its rows of eval.jsonl, and the spans of its last round as of a step."""
+        """A completed evaluation: its rows of eval.jsonl, and the spans of its last round, as in `on_steps`."""
 
     def on_rewind(self, step: int) -> None:
-        """This step and later ones run again; their rows have left metrics.jsonl."""
+        """This step and later ones will run again; their rows have been removed from metrics.jsonl."""
 
     def on_view(self, view: RunView) -> None:
-        """About twice a second, and whenever the run's state changes."""
+        """Called about twice a second, and whenever the run's state changes."""
 
     def on_gpu_states(self, states: dict[int, GpuState]) -> None:
-        """The ranks' GPUs, by rank, as often as `on_view`."""
+        """New readings of the ranks' GPUs, by rank, about twice a second."""
 
     def on_event(self, entry: dict[str, Any]) -> None:
-        """A line of journal.jsonl as it is written."""
+        """A new line of journal.jsonl."""
 
     def close(self) -> None:
         """The run is over."""
 
 
 class ControlRequests:
-    """What users ask of a run. The driver checks between two calls, and `aborted` ten times a second."""
+    """What users request of a run. The driver checks it between calls to the ranks, and `aborted` also during them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.paused = self.stopping = self.aborted = False
-        self._requested = self._saved = -1  # steps of the checkpoint requested, and of the newest committed
+        self._requested = self._saved = -1  # step of the checkpoint requested, and of the newest one committed
         self._over = False
 
     def pause(self) -> None:
-        """No further step begins until `resume`."""
+        """Has no further step begin until `resume`."""
         self._set(paused=True)
 
     def resume(self) -> None:
         self._set(paused=False)
 
     def stop(self) -> None:
-        """The run ends after the steps in flight, with a checkpoint."""
+        """Ends the run after the steps in flight, with a checkpoint."""
         self._set(stopping=True)
 
     def abort(self) -> None:
-        """The run ends now, without a checkpoint."""
+        """Ends the run now, without a checkpoint."""
         self._set(aborted=True)
 
     def checkpoint(self, step: int, timeout_seconds: float) -> int | None:
-        """Requests a checkpoint of at least `step` steps, waits until one is committed, and returns its steps.
+        """Requests a checkpoint of at least `step` steps, waits until one is committed, and returns its step.
 
-        None when it takes longer or the run ends without one.
+        None if it takes longer than `timeout_seconds` or the run ends without one.
         """
         with self._changed:
             self._requested = max(self._requested, step)
@@ -152,18 +152,18 @@ class ControlRequests:
         return self._requested > self._saved
 
     def checkpoint_saved(self, step: int) -> None:
-        """The driver has committed a checkpoint of `step` steps."""
+        """Notes that a checkpoint of `step` steps has been committed."""
         with self._changed:
             self._saved = max(self._saved, step)
             self._changed.notify_all()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Until a request arrives, or the time is up."""
+        """Waits until a request arrives or the time is up."""
         with self._changed:
             self._changed.wait(timeout_seconds)
 
     def close(self) -> None:
-        """The run has ended: releases whoever waits."""
+        """Releases all waiting callers: the run has ended."""
         with self._changed:
             self._over = True
             self._changed.notify_all()

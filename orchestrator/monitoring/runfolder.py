@@ -1,4 +1,4 @@
-"""The folder of a run: its configuration, metrics, journal, timelines and checkpoints, and how to open it again."""
+"""The folder of a run: its configuration, metrics, journal, timelines and checkpoints; and how it is reopened."""
 
 from __future__ import annotations
 
@@ -67,36 +67,36 @@ PROGRAM, METRICS, JOURNAL = "program.arrow", "metrics.jsonl", "journal.jsonl"
 EVALUATIONS, EVAL_PROGRAM, EVAL_TIMELINE = "eval.jsonl", "eval-program.arrow", "eval-timeline.arrow"
 TIMELINE, RANK_TIMES, TRACE, PAGE = "timeline.arrow", "rank-times.arrow", "trace.json.gz", "timeline.html"
 RANK_TIMES_SVG, EXPERT_LOAD, ORDER = "rank-times.svg", "expert-load.json", "order.arrow"  # the order re-planned to
-TIMED_STEPS = 200  # whose times by rank are kept
-_MOST_NAMES = 10  # of runs, in an error
+TIMED_STEPS = 200  # newest steps whose times by rank are kept
+_MOST_NAMES = 10  # most run names listed in an error
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
 METRIC_KEYS = (
     *("step", "time", "loss", "grad_norm", "lr", "tokens", "total_tokens", "step_seconds", "tokens_per_second"),
     *("mfu", "bubble_planned", "bubble_measured", "generation"),
 )
-# What a resumed run may not change.
+# Keys, by prefix, that a resumed run may not change.
 FIXED = ("model.", "batch.", "lora.", "data.packing", "data.holdout", "run.seed", "checkpoint.path")
 _OWN = ("run.name", "run.folder")
-Changes = dict[str, tuple[Any, Any]]  # the values before and now, by key
+Changes = dict[str, tuple[Any, Any]]  # (old value, new value) by key
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
     """The folder of a live run, locked against others until it is closed; use it in a `with`.
 
-    `changes` are the keys of the configuration that a resumed run changes.
+    `changes` are the configuration keys that a resumed run changes.
     """
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
         """Creates the folder, with `config.yaml` and `program.arrow`, or opens it to resume.
 
-        Raises PentadError when another live run has locked it, or it holds a run that cannot resume with `config`.
+        Raises PentadError if another live run has locked it, or it holds a run that cannot resume with `config`.
         """
         self.path, self.config = path_of(config), config
         self.files = RunFiles(self.path)
         self.checkpoints = checkpoints_of(config)
         self.plan, self.keep_best = plan, config.checkpoint.keep_best
-        self.rank_times: deque[tuple[RankTime, ...]] = deque(maxlen=TIMED_STEPS)  # of the last steps
-        self.steps, self.totals = array("q"), array("d")  # of the lines of metrics.jsonl, and `total_tokens`
+        self.rank_times: deque[tuple[RankTime, ...]] = deque(maxlen=TIMED_STEPS)  # those of the last steps
+        self.steps, self.totals = array("q"), array("d")  # `step` and `total_tokens` of the lines of metrics.jsonl
         saved = resumed_config(config)
         self.resumed, self.changes = saved is not None, changed_keys(saved, config) if saved else {}
         try:
@@ -105,7 +105,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         except OSError as error:
             text = f"run.folder is '{config.run.folder}', where {self.path} cannot be written ({error.strerror})"
             raise PentadError(f"{text}: expected a folder of your own") from None
-        self.generation = self.lock.generation  # newest of all events, written or not
+        self.generation = self.lock.generation  # the newest of all events, written or not
         try:
             self._open_lines()
             self.audit_hash = hash_of(trim(self.path / AUDIT), str(self.path / AUDIT))
@@ -116,16 +116,16 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             raise
 
     def begin(self, config: RunConfig) -> None:
-        """Writes `config.yaml` and the programs, which hold for the steps from now on."""
+        """Writes `config.yaml` and the programs, which apply to the steps from now on."""
         text = dump(config)
         replace_file(self.path / CONFIG, text.encode())
         store_files(config, {CONFIG: text.encode()})
         self._audit({"event": "configuration", "yaml": text})
         self.replan(self.plan)
-        self.files.flush(SETTLE_SECONDS)  # a run begins on a disk with room
+        self.files.flush(SETTLE_SECONDS)  # a run must not begin on a full disk
 
     def _open_lines(self) -> None:
-        """From here on, who needs lines has them in memory: a disk that hangs later stops nobody."""
+        """Reads the lines into memory, so that no reader depends on a disk that may hang later."""
         for name, keys in ((METRICS, METRIC_KEYS), (EVALUATIONS, EVAL_KEYS), (JOURNAL, ("event",))):
             trim(self.path / name)
             if name != METRICS:
@@ -142,13 +142,12 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         return folder_of(self.checkpoints, step)
 
     def saved(self) -> list[int]:
-        """Steps of the checkpoints that count, lowest first."""
+        """Steps of the committed checkpoints, lowest first."""
         return list(committed(self.checkpoints))
 
     def metrics(self, *rows: dict[str, Any]) -> list[dict[str, Any]]:
-        """Appends rows of steps to metrics.jsonl with `total_tokens`, those of all steps so far, and returns these
-        lines; rows have at least the other METRIC_KEYS. What they say of steps' `batch` and `samples` goes to
-        audit.jsonl, before."""
+        """Appends the rows of steps, with `total_tokens` (of all steps so far), to metrics.jsonl and returns these
+        lines; rows must have all other METRIC_KEYS. Before that, the steps' `batch` and `samples` go to audit.jsonl."""
         audited = ("step", "generation", "batch", "samples", "loss", "target_tokens")
         self._audit(*({"event": "step", **{key: row[key] for key in audited if key in row}} for row in rows))
         lines = []
@@ -174,16 +173,15 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         return self.files.rows(self.path / JOURNAL)
 
     def best(self, saving: int) -> Best | None:
-        """The checkpoint that checkpoint.keep_best keeps once that after `saving` steps is committed, too."""
+        """The checkpoint that checkpoint.keep_best keeps, counting one after `saving` steps as committed."""
         return best_of(self.evaluations(), self.keep_best, {*self.saved(), saving}) if self.keep_best else None
 
     def event(self, event: str, **facts: Any) -> dict[str, Any]:
-        """Appends an event of the run's ranks or checkpoints to journal.jsonl and audit.jsonl, with its Unix time, and
-        returns it."""
+        """Appends an event, with its Unix time, to journal.jsonl and audit.jsonl, and returns it."""
         entry = {"time": time.time(), "event": event, **facts}
         if (generation := facts.get("generation", 0)) > self.generation:
             self.generation = generation
-            with suppress(OSError):  # in place, which takes no room: no number is used again, whatever else is lost
+            with suppress(OSError):  # written in place, even to a full disk, so that no generation number is reused
                 within(WAIT_SECONDS, partial(self.lock.save, generation))
         with self.files.lock:
             self.files.append(self.path / JOURNAL, entry)
@@ -191,14 +189,14 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         return entry
 
     def keep_files(self, checkpoint: Location) -> None:
-        """Keeps the files beside the weights of an imported model that the run starts from, for an export."""
+        """Keeps the files that came with the imported weights from which the run starts, for an export."""
         files = kept_files.read_files(home_of(checkpoint) / kept_files.FOLDER)
         with reported(self.path / kept_files.FOLDER):
             kept_files.write_files(self.path / kept_files.FOLDER, files)
         store_files(self.config, {f"{kept_files.FOLDER}/{name}": content for name, content in files.items()})
 
     def replan(self, plan: Plan) -> None:
-        """Steps from now on follow this plan, perhaps on another mesh."""
+        """Writes the programs of the plan that steps follow from now on, perhaps on another mesh."""
         self.plan = plan
         self.files.replace(self.path / PROGRAM, plan.program.to_bytes())
         if plan.eval is not None:
@@ -209,8 +207,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.files.replace(self.path / ORDER, order.to_bytes())
 
     def rewind(self, step: int) -> None:
-        """Drops the metrics and profiles of `step` and later, which the run will replay, and what was evaluated after
-        more steps."""
+        """Drops the metrics and profiles of step `step` and later ones, which the run will replay, and evaluations
+        after more than `step` steps."""
         self._audit({"event": "rewind", "step": step})
         self.files.change(Change(self.path / PROFILES, partial(drop_profiles, self.path, step)))
         if (evaluations := self.evaluations()) and max(row["step"] for row in evaluations) > step:
@@ -229,21 +227,22 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             for entry in entries:
                 chain.append(linked(json.loads(line_of(entry)), last))
                 last = chain[-1]["hash"]
-            self.audit_hash = last  # first: after Ctrl-C the lines are written later
+            self.audit_hash = last  # before the append: after Ctrl-C the lines are written later
             self.files.append(self.path / AUDIT, *chain)
 
     def timelines(self, measured: Timeline, costs: Costs, program: int = 0, plan: Plan | None = None) -> None:
-        """Writes timeline.arrow, trace.json.gz and timeline.html (both with simulated steps), and to program.arrow
-        what the steps have run: number `program` of the programs of their `plan`, None: the present one. `costs` are
-        for steps whose own costs cannot be read. From any thread. Raises PentadError if the disk does not take them."""
+        """Writes timeline.arrow, trace.json.gz and timeline.html (the latter two with simulated steps), rank times, and
+        to program.arrow the program that the steps ran: number `program` of their `plan` (None: the present plan).
+        `costs` are for steps whose own costs cannot be read. May be called from any thread. Raises PentadError if the
+        disk does not take them."""
         if not measured.spans:
             return
         with self.files.lock:
             is_present, plan = plan in (None, self.plan), (plan or self.plan).with_program(program)
-            if is_present:  # else `replan` writes another one
+            if is_present:  # otherwise `replan` has written another one
                 self.files.replace(self.path / PROGRAM, plan.program.to_bytes())
         names, simulated = process_names(plan), simulate_steps(plan, measured, costs)
-        times = [each for step in list(self.rank_times) for each in step]  # which another thread may extend
+        times = [each for step in list(self.rank_times) for each in step]  # a copy: another thread may extend it
         drawing = svg_rank_times(times, plan.mesh, title=f"{plan.name}: ranks beside their peers")
         page = comparison_page(DrawnRun.of_plan(plan), measured, simulated, drawing)
         drawn = {
@@ -260,7 +259,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             self._write({EVAL_TIMELINE: measured.to_bytes()})
 
     def _write(self, drawn: Mapping[str, bytes]) -> None:
-        """Beside what is recorded, which does not wait for drawings."""
+        """Writes drawings directly rather than through `files`, whose records must not wait for them."""
 
         def write() -> None:
             for name, content in drawn.items():
@@ -278,7 +277,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.files.replace(self.path / EXPERT_LOAD, json.dumps({"step": step, "layers": dict(layers)}).encode())
 
     def close(self) -> None:
-        self.files.close()  # or the next driver finds the last lines torn
+        self.files.close()  # before the lock is released, or the next driver may find the last lines torn
         self.lock.close()
 
     def __exit__(self, *_: object) -> None:
@@ -291,7 +290,7 @@ def has_checkpoint(config: RunConfig) -> bool:
 
 
 def check_not_live(config: RunConfig) -> None:
-    """Raises PentadError when a live run has locked the folder of `config`."""
+    """Raises PentadError if a live run has locked the folder of `config`."""
     path = path_of(config)
     with suppress(OSError):  # RunFolder reports it
         if (path / ".lock").exists():
@@ -299,8 +298,8 @@ def check_not_live(config: RunConfig) -> None:
 
 
 def resolve_run(name: str, folder: Path = Path("runs"), argument: str = "RUN") -> Path:
-    """The folder of a run given by its path or by its name below `folder`. Raises PentadError if there is none that
-    can be read."""
+    """The folder of a run given by its path, or by its name below `folder`. Raises PentadError if there is none, or it
+    cannot be read."""
     try:
         for path in (Path(name), folder / name):
             if (path / CONFIG).is_file():
@@ -316,10 +315,10 @@ def resolve_run(name: str, folder: Path = Path("runs"), argument: str = "RUN") -
 
 
 def find_checkpoint(text: str, argument: str, runs: Path = Path("runs")) -> Checkpoint:
-    """A verified checkpoint by its folder, or the newest one of a run (a folder, or a name below `runs`) or an import;
-    a folder may be in a store.
+    """A verified checkpoint given by its folder, or the newest one of a run (a folder, or a name below `runs`) or an
+    import; a folder may be in a store.
 
-    Raises PentadError, which names `argument`, if there is none.
+    Raises PentadError, naming `argument`, if there is none.
     """
     folder = location(text)
     if is_checkpoint(folder):
@@ -331,13 +330,13 @@ def find_checkpoint(text: str, argument: str, runs: Path = Path("runs")) -> Chec
 
 
 def is_checkpoint(folder: Location) -> bool:
-    """Whether this is the folder of one checkpoint, rather than of a run."""
+    """Whether this is the folder of a single checkpoint rather than of a run."""
     is_folder = not isinstance(folder, Path) or folder.is_dir()
     return folder.name.startswith("step-") or (is_folder and has_manifest(folder))
 
 
 def find_checkpoints(text: str, argument: str, runs: Path = Path("runs")) -> Location:
-    """The folder of all checkpoints of a run (a folder, or a name below `runs`) or an import. Raises PentadError."""
+    """The folder with all checkpoints of a run (a folder, or a name below `runs`) or an import. Raises PentadError."""
     folder = location(text)
     if not isinstance(folder, Path):
         return folder / CHECKPOINTS
@@ -346,14 +345,14 @@ def find_checkpoints(text: str, argument: str, runs: Path = Path("runs")) -> Loc
 
 
 def process_names(plan: Plan | DrawnRun) -> dict[int, str]:
-    """Names of the ranks in drawings: 'rank 2 (dp0 pp2)'."""
+    """Names of the ranks in drawings, such as 'rank 2 (dp0 pp2)'."""
     return {rank: f"rank {rank} ({plan.mesh.coordinates(rank)})" for rank in range(plan.mesh.size)}
 
 
 def resumed_config(config: RunConfig) -> RunConfig | None:
     """The configuration of the run that `config` resumes; None for a new one.
 
-    Raises PentadError when its folder holds another run, or anything else than a run.
+    Raises PentadError if its folder holds another run, or something other than a run.
     """
     path, advice = path_of(config), f"choose another run.name than {config.run.name}"
     if not (path / CONFIG).exists():
@@ -372,8 +371,8 @@ def resumed_config(config: RunConfig) -> RunConfig | None:
 
 
 def with_kept_division(config: RunConfig) -> RunConfig:
-    """A resumed run has the factor and the costs of its first steps in place of data.capacity_factor: auto and
-    data.document_costs: auto, and so the same groups on any devices, with any rates."""
+    """The configuration in which a resumed run keeps the values found at its first start for data.capacity_factor: auto
+    and data.document_costs: auto, so that it forms the same groups on any devices."""
     data = config.data
     is_open = data.balance != "none" and "auto" in (data.capacity_factor, data.document_costs)
     saved = resumed_config(config) if is_open else None
@@ -385,7 +384,7 @@ def with_kept_division(config: RunConfig) -> RunConfig:
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> Changes:
-    """The keys whose values differ, but for the run's own (its name, folder and origin)."""
+    """The keys whose values differ, except for the run's name and folder."""
     old, new = _flat(before), _flat(now)
     return {key: (old[key], new[key]) for key in new if old[key] != new[key] and key not in _OWN}
 

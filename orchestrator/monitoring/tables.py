@@ -1,4 +1,4 @@
-"""Tables and lines for terminals. On a narrow one columns of a table are dropped, so that no value is cut off."""
+"""Tables and lines for terminals. On narrow ones, columns of a table are dropped so that no value is cut off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pentad.schedules.ir.errors import printable
 
-MOST_RANKS = 32  # rows of a table of ranks
+MOST_RANKS = 32  # most rows of a table of ranks
 
 
 def fitted_table(
@@ -24,8 +24,8 @@ def fitted_table(
 ) -> Table:
     """A table of at most `width` characters: columns are dropped in the order of `drop` until the others fit.
 
-    A head that ends in '>' is that of a right-aligned column. The columns `wrapped` may take several lines per row, and
-    break no word.
+    A head that ends in '>' marks a right-aligned column. The columns in `wrapped` may take several lines per row, but
+    break no words.
     """
     columns = {head.rstrip(">"): (head, [_safe(row[index]) for row in rows]) for index, head in enumerate(heads)}
 
@@ -59,7 +59,7 @@ def _safe(cell: str | Text) -> str | Text:
 
 
 def with_rest(table: Table, rows: int) -> Table:
-    """Says below a table how many of its `rows` it does not show."""
+    """Adds a line below a table that says how many of the `rows` in all it does not show, if any."""
     if rows > table.row_count:
         table.add_row("", Text(f"and {rows - table.row_count} more", "dim"))
     return table

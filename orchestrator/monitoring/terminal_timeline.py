@@ -1,4 +1,4 @@
-"""Timelines in a terminal: one row per rank, coloured if the terminal has colours."""
+"""Timelines on a terminal: one row per rank, in colour if the terminal supports it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def is_coloured(console: Console) -> bool:
 def bars(timeline: Timeline, width: int, *, coloured: bool, seconds: float = 0.0) -> list[Text]:
     """One line per rank of `timeline`, in rank order; `width` characters are `seconds`, or its makespan if longer.
 
-    A bar shows as much of the letter and microbatch of its instruction as fits, in lower case for stages other than the
-    rank's first, which also have shades of their own. Without colours bars are filled with '-' and idle time is '.'.
+    A bar shows as much of its instruction's letter and microbatch as fits. Stages other than the rank's first are in
+    lower case and have shades of their own. Without colours, bars are filled with '-' and idle time with '.'.
     """
     first = min(span.start for span in timeline.compute)
     scale = width / max(timeline.makespan, seconds, 1e-12)
@@ -28,7 +28,7 @@ def bars(timeline: Timeline, width: int, *, coloured: bool, seconds: float = 0.0
 
 
 def coloured_grid(rows: list[list[Cell]]) -> list[Text]:
-    """The lines of a `time_grid`, every cell in the colour of its op and the shade of its chunk."""
+    """The lines of a `time_grid`, with every cell in the colour of its op and the shade of its chunk."""
     width = max(len(cell.text) for row in rows for cell in row)
     chunks = 1 + max(cell.chunk for row in rows for cell in row)
 
@@ -40,7 +40,7 @@ def coloured_grid(rows: list[list[Cell]]) -> list[Text]:
 
 
 def legend(timeline: Timeline, *, coloured: bool) -> Text:
-    """'F forward  B backward, input ...' for the ops in the bars of `timeline`."""
+    """A legend such as 'F forward  B backward, input ...' for the ops in the bars of `timeline`."""
     text, used = Text(), {span.op for span in timeline.compute}
     for op in (op for op in OP_STYLES if op in used):
         text.append(f" {letter(op)} ", _style(op, 0) if coloured else "bold")
@@ -68,7 +68,7 @@ def _row(spans: list[Span], first: float, scale: float, width: int, coloured: bo
 
 
 def _style(op: str, microbatch: int, chunk: int = 0, chunks: int = 1) -> Style:
-    """Odd microbatches are darker, so that neighbouring bars can be told apart."""
+    """The colours of a bar; odd microbatches are darker so that neighbouring bars can be told apart."""
     fill = shades(op, "dark", chunks)[chunk]
     if microbatch % 2:
         fill = "#" + "".join(f"{round(int(fill[i : i + 2], 16) * 0.82):02x}" for i in (1, 3, 5))

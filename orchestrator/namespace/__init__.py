@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # to a type checker every other name would exist
+if not TYPE_CHECKING:  # otherwise a type checker would believe that any name exists
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":

@@ -1,1 +1,1 @@
-"""The page of a live run: what it shows, and the server in the driver that protects it."""
+"""The page of a run: its data, and the server in the driver that serves and protects it."""

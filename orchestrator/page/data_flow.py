@@ -1,4 +1,4 @@
-"""What the ranks of a plan send each other in a step, for the page's picture of the mesh."""
+"""What a plan's ranks send each other in a step, for the page's picture of the mesh."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pentad.schedules.spec.plan import Plan
 
 
 def data_flow(plan: Plan) -> dict[str, Any]:
-    """For every pipeline rank: `sends` to others of its pipeline, with their number and bytes in a step, and
-    `collectives` with the ranks along each axis, as planned."""
+    """The planned `sends` of every pipeline rank to others in its pipeline, and its `collectives` along each other
+    axis, each with their count and bytes per step."""
     sends, collectives = [], []
     for pp, stream in enumerate(plan.program.streams):
         volume = comm_volume(plan, plan.mesh.move(0, pp=pp))

@@ -1,6 +1,7 @@
-"""Draws figures of many spans in a process of its own: the driver's interpreter has a lock, and ranks to keep busy.
+"""Draws figures of many spans in a process of its own, because the driver needs its interpreter lock to keep the ranks
+busy.
 
-`python -m pentad.orchestrator.page.drawing FOLDER` writes DRAWN there, from what a function here has put beside it.
+`python -m pentad.orchestrator.page.drawing FOLDER` writes DRAWN to FOLDER from the files that functions here put there.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import Plan
 
-SECONDS = 300.0  # the longest that a drawing may take, on a busy machine
+SECONDS = 300.0  # limit for a drawing, even on a busy machine
 MODULE = "pentad.orchestrator.page.drawing"
 PROGRAM, MEASURED, TIMES, FACTS, DRAWN = "program.arrow", "measured.arrow", "times.arrow", "facts.json", "drawn"
-_SIZES = ("global_batch_size", "sequence_length", "microbatches", "replicas")  # of a batch, which pages show
+_SIZES = ("global_batch_size", "sequence_length", "microbatches", "replicas")  # batch sizes that pages show
 
 
 def timeline_html(plan: Plan, measured: Timeline, costs: Costs) -> str:
-    """The page of these steps, measured above simulated; `costs` are for steps whose own cannot be read. Raises
+    """The page of these steps, measured above simulated; `costs` are for steps whose own costs cannot be read. Raises
     PentadError if it cannot be drawn."""
     run = DrawnRun.of_plan(plan)
     facts = {
@@ -53,7 +54,8 @@ def timeline_html(plan: Plan, measured: Timeline, costs: Costs) -> str:
 
 
 def rank_times_svg(times: Iterable[RankTime], mesh: Mesh, title: str) -> str:
-    """Every rank beside its peers by step and op; '' if none has any. Raises PentadError if it cannot be drawn."""
+    """The figure of every rank beside its peers, by step and op; '' if no rank has peers. Raises PentadError if it
+    cannot be drawn."""
     with TemporaryDirectory(prefix="pentad-") as name:
         rank_times.save(times, Path(name) / TIMES)
         return _drawn(Path(name), {"mesh": asdict(mesh), "title": title})

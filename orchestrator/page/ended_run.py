@@ -1,4 +1,4 @@
-"""The page of a run that has ended, or whose driver is gone, from the files in its folder."""
+"""The page of a run that has ended or whose driver is gone, from the files in its folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EndedFolder(NamedTuple):
 
 
 class EndedState(NamedTuple):
-    """What is left of the state that a live run's EventBus has."""
+    """What is left of the state in a live run's EventBus."""
 
     view: RunView
     folder: EndedFolder
@@ -49,8 +49,8 @@ class EndedState(NamedTuple):
 
 
 class EndedRun(PageData):
-    """Its plan is compiled again, without the sizes of a custom model: to measure them would execute the user's file.
-    Raises PentadError for files that cannot be read."""
+    """The page data of an ended run. Its plan is compiled again, without the sizes of a custom model: measuring them
+    would execute the user's file. Raises PentadError for files that cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         view, journal = last_view(folder), read_lines(folder / JOURNAL, ["event"])
@@ -75,7 +75,7 @@ class EndedRun(PageData):
         return super().memory_html()
 
     def timeline_html(self) -> str:
-        """As the run has drawn it, of the program that it has run."""
+        """The timeline as the run itself drew it, with the program that it ran."""
         path = self.bus.folder.path / PAGE
         if not path.is_file():
             raise PentadError("no step has been measured: expected one (metrics.timeline_steps)")
@@ -83,13 +83,13 @@ class EndedRun(PageData):
 
 
 def _stand_in(config: RunConfig, folder: Path) -> ModelSpec:
-    """As many layers as a custom model's stages need."""
+    """A stand-in for a custom model, with as many layers as its stages need."""
     layers = sum(config.schedule.layers_per_stage or ()) or Program.load(folder / PROGRAM).stages
     return ModelSpec(layers, config.model.hidden, 1, 1, 1, config.model.vocab)
 
 
 def _ranks(plan: Plan, placed: Sequence[dict[str, Any]], step: int) -> tuple[RankView, ...]:
-    """Where they were, unless the mesh has changed since."""
+    """The ranks at the places where they were, or nowhere if the mesh has changed since."""
     known, nowhere = {each["rank"]: each for each in placed}, {"node": "", "gpu": -1, "pid": 0}
     found = known if len(known) == plan.mesh.size else {}
     now = time.monotonic()

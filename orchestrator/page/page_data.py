@@ -1,6 +1,7 @@
-"""What the run's page shows: a watcher keeps it in the driver's thread, a reader's makes JSON and figures of it.
+"""The data of a run's page: a watcher stores it in the driver's thread, and readers' threads turn it into JSON and
+figures.
 
-The driver only stores what it has at hand; everything that takes time happens when somebody asks.
+The driver only stores what it has at hand; everything that takes time happens on request.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ if TYPE_CHECKING:
 
 MOST_EVENTS = 200
 PACE = ("step_seconds", "mfu", "bubble_measured", "bubble_planned")
-OPEN_SECONDS, TELL_SECONDS = 3.0, 1.5  # a page that asked so lately is open; how long the end of a run waits for it
-QUIET = ("evaluation", "checkpoint", "best", "copies")  # events that a run of any length has many of
+OPEN_SECONDS, TELL_SECONDS = 3.0, 1.5  # a page that asked this recently is open; how long the run's end waits for it
+QUIET = ("evaluation", "checkpoint", "best", "copies")  # events too frequent to be listed
 T = TypeVar("T")
 
 
 class Moment(NamedTuple):
-    """The run, its plan, and what its ranks last said, all of one generation."""
+    """The run's view, its plan, and the last statuses of its ranks, all of one generation."""
 
     view: RunView
     plan: Plan
@@ -55,27 +56,27 @@ class Moment(NamedTuple):
 
 
 class PageData(Watcher):
-    """The data of one run's page, over all its generations."""
+    """The data of one run's page, across all its generations."""
 
     def __init__(self, bus: EventBus | EndedState, timeline_steps: int) -> None:
         self.bus, self.lock = bus, threading.Lock()  # held for moments, while the driver adds or a reader copies
         self.plan = bus.folder.plan
         self.now = Moment(bus.view, self.plan, {})
-        self.first = bus.view.step  # rows of earlier steps are in metrics.jsonl, and not read before somebody asks
+        self.first = bus.view.step  # rows of earlier steps are read from metrics.jsonl once somebody asks
         self.curves = StepCurves()
         self.steps = deque[tuple[int, tuple[Span, ...]]](maxlen=timeline_steps)
         self.times = deque[tuple[RankTime, ...]](maxlen=TIMED_STEPS)
         known = [entry for entry in bus.folder.journal() if entry["event"] not in QUIET]
         self.events = deque[dict[str, Any]](known, maxlen=MOST_EVENTS)
         self.newest: dict[str, Any] | None = None  # the row of the newest step
-        self.asked, self.told = -math.inf, threading.Event()  # when a page asked last; one knows how the run has ended
-        self.made = dict[str, tuple[Any, Any]]()  # what readers last asked for, by name, with what it is of
+        self.asked, self.told = -math.inf, threading.Event()  # when a page last asked; set once one knows the run ended
+        self.made = dict[str, tuple[Any, Any]]()  # the cached results of `_once` by name, each with its key
         self.making = dict[str, threading.Lock]()
 
     # ---- in the driver's thread ----
 
     def on_ranks_placed(self, view: RunView) -> None:
-        """Steps of another mesh or program are not drawn with those of this one."""
+        """Drops the kept steps, as steps of different meshes or programs are not drawn together."""
         with self.lock:
             self.plan = self.bus.folder.plan
             self.steps.clear()
@@ -89,7 +90,7 @@ class PageData(Watcher):
         with self.lock:
             self.curves.add(rows)
             self.newest = rows[-1]
-            done = {row["step"] for row in rows}  # a long call has the spans of its last steps alone
+            done = {row["step"] for row in rows}  # a long call has spans only of its last steps
             self.steps.extend((each[0].step, each) for each in spans if each and each[0].step in done)
 
     def on_rank_times(self, times: tuple[RankTime, ...]) -> None:
@@ -110,20 +111,20 @@ class PageData(Watcher):
                 self.events.append(entry)
 
     def tell_end(self) -> None:
-        """An open page, which asks every second, learns how the run has ended."""
+        """Waits until an open page, which asks every second, has learned how the run ended."""
         if self.now.view.state in OVER and time.monotonic() < self.asked + OPEN_SECONDS:
             self.told.wait(TELL_SECONDS)
 
-    # ---- in a reader's ----
+    # ---- in a reader's thread ----
 
     def answered(self, view: RunView) -> None:
-        """A page has got the state of a run that was, at least, at this view."""
+        """Notes that a page has received a state at least as new as this view."""
         self.asked = time.monotonic()
         if view.state in OVER:
             self.told.set()
 
     def state(self) -> dict[str, Any]:
-        """All that the page shows of this moment."""
+        """All that the page shows at this moment, except figures."""
         view, plan, statuses = self.now
         with self.lock:
             kept, events = [step for step, _ in self.steps], list(self.events)
@@ -157,24 +158,25 @@ class PageData(Watcher):
         }
 
     def flow(self, plan: Plan) -> dict[str, Any]:
-        """What ranks send each other in a step."""
+        """What the ranks send each other in a step."""
         return data_flow(plan)
 
     def experts(self) -> dict[str, Any]:
-        """The load of each expert in the newest step that ranks reported, as multiples of the mean of its layer."""
+        """The load of each expert in the newest step with reported loads, as multiples of its layer's mean."""
         step, loads = self.bus.expert_load
         layers = sorted(loads.items())
         return {"step": step, "layers": [{"layer": layer, "load": _relative(load)} for layer, load in layers]}
 
     def timeline_html(self) -> str:
-        """The kept steps, measured above simulated. Raises PentadError if there is none."""
+        """The page of the kept steps, measured above simulated. Raises PentadError if there are none."""
         plan, measured = self._measured()
         if not measured.spans:
             raise PentadError("no step has been measured yet: expected one (metrics.timeline_steps)")
         return self._once("timeline", (plan, measured.steps), lambda: timeline_html(plan, measured, costs_of(plan)))
 
     def memory_html(self) -> str:
-        """What every pipeline rank holds over a step, by kind and by unit, as planned, at the newest measured costs."""
+        """The page of the planned memory of every pipeline rank over a step, by kind and by unit, timed with the newest
+        measured costs."""
         plan, measured = self._measured()
         newest = measured.of_step(measured.steps[-1]) if measured.spans else measured
 
@@ -190,7 +192,8 @@ class PageData(Watcher):
         return self._once("memory", (plan, newest.steps), draw)
 
     def rank_times_svg(self) -> str:
-        """Every rank beside its peers by step and op. Raises PentadError if there is nothing to compare."""
+        """The figure of every rank beside its peers, by step and op. Raises PentadError if there is nothing to
+        compare."""
         with self.lock:
             plan, times = self.plan, list(self.times)
         newest = times[-1][0].step if times and times[-1] else None
@@ -202,7 +205,7 @@ class PageData(Watcher):
         return drawn
 
     def _measured(self) -> tuple[Plan, Timeline]:
-        """The kept steps that ran the same program as the newest one, with a plan that has no other."""
+        """The kept steps that ran the same program as the newest one, with the plan reduced to that program."""
         with self.lock:
             plan, steps = self.plan, [spans for _, spans in self.steps]
         sizes = [_microbatches(spans) for spans in steps]
@@ -216,7 +219,7 @@ class PageData(Watcher):
         return plan, Timeline("measured", tuple(span for spans in kept for span in spans))
 
     def _curves(self) -> dict[str, Any]:
-        """From before this driver began, and since."""
+        """The curves of steps from before this driver began and since."""
         read = self._once("earlier", None, lambda: StepCurves(read_lines(self.bus.folder.path / METRICS, ["step"])))
         with self.lock:
             read.rewind(self.first)
@@ -227,7 +230,7 @@ class PageData(Watcher):
         return self._once("curves", (len(both.steps), both.steps[-1:]), both.points)
 
     def _once(self, name: str, of: Any, make: Callable[[], T]) -> T:
-        """What `make` makes, kept until it is `of` something else; one at a time, however many ask."""
+        """The result of `make`, cached until the key `of` changes; computed only once, however many ask at a time."""
         with self.making.setdefault(name, threading.Lock()):
             if name not in self.made or self.made[name][0] != of:
                 self.made[name] = of, make()
@@ -244,7 +247,8 @@ def _microbatches(spans: Sequence[Span]) -> int:
 
 
 def _waits(view: RunView, plan: Plan, statuses: dict[int, Status], silent: set[int]) -> dict[int, dict[str, Any]]:
-    """By rank: for which ranks it waits, and for what, as far as the last answers of all tell."""
+    """By rank, for which ranks and what it waits, judged by the last statuses; empty unless all ranks of the present
+    generation have answered."""
     if set(statuses) != set(range(plan.mesh.size)) or {each.generation for each in statuses.values()} != {
         view.generation
     }:

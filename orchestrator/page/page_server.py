@@ -1,7 +1,7 @@
 """Serves the run's page over HTTP from the driver, to those who have the token of its control service.
 
-The token is given once, as a form, a query or a header; after that a cookie of the page alone stands for it. Nothing
-that is asked of the page changes the run.
+The token is given once in a form or a query, and then replaced by a cookie that is good for the page only; or it is
+sent as a header with every request. No request to the page changes the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pentad.schedules.ir.errors import PentadError
 
 MOST_FORM_BYTES = 4096
 KINDS = {"css": "text/css", "js": "text/javascript", "html": "text/html", "svg": "image/svg+xml"}
-# Scripts are files of this server alone; figures within the page have theirs, and their styles, in themselves.
+# Scripts must be files of this server, except for figures within the page, which have scripts and styles inline.
 POLICY = "default-src 'none'; img-src 'self' data:; connect-src 'self'; frame-src 'self'; frame-ancestors 'self'; "
 STRICT = POLICY + "script-src 'self'; style-src 'self'; form-action 'self'; base-uri 'none'"
 WITHIN = POLICY + "script-src 'unsafe-inline'; style-src 'unsafe-inline'; base-uri 'none'"
@@ -33,9 +33,10 @@ HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Con
 
 
 class PageServer(HttpServer):
-    """Listens from construction until `close`; `url` is its address, without the token. With a `certificate` by HTTPS.
+    """Listens from construction until `close`, over HTTPS if given a `certificate`; `url` is its address, without the
+    token.
 
-    Raises PentadError when nothing can listen there.
+    Raises PentadError if nothing can listen there.
     """
 
     def __init__(self, data: PageData, host: str, port: int, token: str, certificate: Certificate | None) -> None:
@@ -61,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
         given = parse_qs(parts.query).get("token", [""])[0]
         if given:
             self._admit(given)
-        elif parts.path.endswith(".css"):  # the form has it, too
+        elif parts.path.endswith(".css"):  # the token form uses it too
             self._asset(parts.path)
         elif not self._is_admitted():
             self._send(401, "text/html", _asset("token.html"))
@@ -77,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._asset(parts.path)
 
     def do_POST(self) -> None:
-        """The form of the token."""
+        """Receives the token form."""
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MOST_FORM_BYTES:
             return self._send(413, "text/plain", b"expected the form of the token")
@@ -85,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._admit(form.get("token", [""])[0].strip())
 
     def log_message(self, *_: object) -> None:
-        """Prints nothing on the run's terminal, where a token would stay."""
+        """Prints nothing: a token in an address would stay on the run's terminal."""
 
     def _figures(self) -> dict[str, tuple[str, str, Callable[[], str]]]:
         data = self.data
@@ -105,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, "text/plain", b"there is no such page")
 
     def _admit(self, given: str) -> None:
-        """Shows the page without the token in its address, to whoever knows it."""
+        """Redirects those who know the token to the page, whose address does not contain it."""
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             return self._send(401, "text/html", _asset("token.html"))
         secure = "; Secure" if self.is_secure else ""
@@ -124,13 +125,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _cookie(self) -> str:
-        """Cookies are of a host, whatever the port: each run has a name of its own."""
+        """The cookie's name. A host's cookies are shared by all its ports, so each run has its own."""
         return f"pentad-{cast(TCPServer, self.server).server_address[1]}"
 
     @property
     def _pass(self) -> str:
-        """What the cookie holds: browsers show it to all servers of the host, so it is not the token, which commands
-        the run."""
+        """The cookie's value. Browsers send it to all servers on the host, so it is not the token, which controls the
+        run."""
         return hmac.new(self.token.encode(), b"page", sha256).hexdigest()
 
     def _send(
@@ -150,7 +151,7 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def _asset(name: str) -> bytes:
-    """A page is its own body below the head of all."""
+    """The content of an asset; pages get the common head."""
     head = _asset("head.html") if name in ("page.html", "token.html") else b""
     return head + (files(ASSETS[name]) / "assets" / name).read_bytes()
 

@@ -25,15 +25,15 @@ Places = Sequence[dict[str, Any]]  # rank, node and GPU (-1: CPU) of every rank
 
 
 class SavedPlan(NamedTuple):
-    """The plan of the steps that ran a program; or None, and why it is not known."""
+    """The plan of the steps that ran a program; or None, with the reason why it is unknown."""
 
     plan: Plan | None
     why: str = ""
 
 
 def saved_plan(folder: Path, program: Program) -> SavedPlan:
-    """The plan of the last run in a folder, compiled again, with the program that its steps, or evaluations, have run.
-    No file of a custom model is executed: such a plan stays unknown."""
+    """The plan of the last run in a folder, compiled again, with the `program` that its steps or evaluations ran. The
+    plan of a custom model stays unknown, because its file is not executed."""
     try:
         journal = read_lines(folder / JOURNAL, ["event"])
         config = last_config(folder, journal)
@@ -49,8 +49,8 @@ def saved_plan(folder: Path, program: Program) -> SavedPlan:
 
 
 def last_config(folder: Path, journal: Sequence[dict[str, Any]]) -> RunConfig:
-    """With the mesh, the layers per stage and the order that the run had last. The program that a user's function made
-    is read, so that looking at a run does not execute the function."""
+    """The configuration with the mesh, layers per stage and order that the run had last. The program of a user's
+    function is read from its file, so that looking at a run does not execute the function."""
     config = saved_config(folder)
     if ":" in config.schedule.name:
         read = {"name": str(folder / PROGRAM), "chunks": None}
@@ -71,7 +71,7 @@ def last_places(journal: Sequence[dict[str, Any]]) -> Places:
 
 
 def planned_again(config: RunConfig, places: Places, model: ModelSpec | None = None) -> Plan:
-    """The plan for ranks at these places; `model` stands for a custom one. Not proven."""
+    """The plan for ranks at these places, without proof; `model` stands in for a custom model."""
     if not any(place["gpu"] >= 0 for place in places):
         return make_plan(config, "cpu", model=model, proved=False)
     nodes = [place["node"] for place in sorted(places, key=lambda place: int(place["rank"]))]

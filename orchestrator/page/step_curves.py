@@ -1,4 +1,4 @@
-"""Loss, gradient norm, throughput and memory by step: few enough points for a page, however long the run."""
+"""Loss, gradient norm, throughput and memory by step, in few enough points for a page, however long the run."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ class StepCurves:
                 column.append(math.nan if value is None else value)
 
     def rewind(self, step: int) -> None:
-        """Drops this step and later ones, which run again."""
+        """Drops this step and later ones, which will run again."""
         kept = bisect_left(self.steps, step)
         del self.steps[kept:]
         for column in self.columns.values():
             del column[kept:]
 
     def copy(self) -> StepCurves:
-        """In a moment, unlike `points`."""
+        """A copy, which is fast, unlike `points`."""
         made = StepCurves()
         made.steps, made.columns = self.steps[:], {key: column[:] for key, column in self.columns.items()}
         return made
 
     def points(self) -> dict[str, Any]:
-        """The first step of each window, and means over windows of `width` steps; None where no step has a value."""
+        """The first step of each window of `width` steps, and the means over the windows; None where no step has a
+        value."""
         width = max(1, -(-len(self.steps) // MOST_POINTS))
         starts = range(0, len(self.steps), width)
         found: dict[str, Any] = {"width": width, "step": [self.steps[at] for at in starts]}

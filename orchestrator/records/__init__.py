@@ -1,1 +1,1 @@
-"""The lines that a run writes: events, metrics, and what proves that each sample counted once."""
+"""The lines that a run writes: events, metrics, and the proof that each sample counted once."""

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are, and the small files that describe them: beside them, or in the run's folder."""
+"""Where a run's checkpoints are, and the small files that describe them: beside them, or in the run's folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pentad.workers.hf import kept_files
 from pentad.workers.hf.names import MODEL_FILE
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
-RECORD_BYTES = 2**20  # of all but checkpoints that a short run writes
-_copies: list[TemporaryDirectory[str]] = []  # until the process ends
+RECORD_BYTES = 2**20  # what a short run writes besides checkpoints
+_copies: list[TemporaryDirectory[str]] = []  # kept until the process ends
 
 
 def path_of(config: RunConfig) -> Path:
@@ -28,15 +28,15 @@ def path_of(config: RunConfig) -> Path:
 
 
 def checkpoints_of(config: RunConfig) -> Location:
-    """Where a run has its checkpoints. Absolute: ranks that read and write there may have another working directory."""
+    """Where a run has its checkpoints, as an absolute path: ranks may have another working directory."""
     given = config.checkpoint.path
     home = path_of(config) if given is None else location(given) / config.run.name
     return (home / CHECKPOINTS).absolute()
 
 
 def checkpoints_in(home: Location) -> Location:
-    """Where the run or import in the folder `home` has its checkpoints. Raises PentadError if a manifest there is no
-    file that can be read."""
+    """Where the run or import in the folder `home` has its checkpoints. Raises PentadError if a manifest there is not a
+    regular file of acceptable size."""
     if isinstance(home, Path) and not (home / CHECKPOINTS).is_dir() and (home / CONFIG).is_file():
         config = saved_config(home)
         if config.checkpoint.path is not None:
@@ -48,8 +48,8 @@ def checkpoints_in(home: Location) -> Location:
 
 
 def home_of(checkpoint: Location) -> Path:
-    """A folder with the files that describe a checkpoint: that of its run or import, or a copy of what is in a store.
-    Raises PentadError."""
+    """A folder with the files that describe a checkpoint: that of its run or import, or a local copy of those in a
+    store. Raises PentadError."""
     home = checkpoint.absolute().parent.parent
     return home if isinstance(home, Path) else _copy(home)
 
@@ -60,7 +60,7 @@ def are_elsewhere(config: RunConfig) -> bool:
 
 
 def stored_config(config: RunConfig) -> RunConfig | None:
-    """The configuration beside the checkpoints of a run, if they are elsewhere."""
+    """The configuration stored beside the checkpoints of a run, if they are not in its folder."""
     if not are_elsewhere(config):
         return None
     folder = home_of(checkpoints_of(config) / "any")
@@ -68,7 +68,7 @@ def stored_config(config: RunConfig) -> RunConfig | None:
 
 
 def store_files(config: RunConfig, files: Mapping[str, bytes]) -> None:
-    """Writes files that describe checkpoints beside them, if they are elsewhere. Raises PentadError."""
+    """Writes files that describe checkpoints beside them, if those are not in the run's folder. Raises PentadError."""
     if not are_elsewhere(config):
         return
     root = checkpoints_of(config)
@@ -81,8 +81,8 @@ def store_files(config: RunConfig, files: Mapping[str, bytes]) -> None:
 
 
 def check_store(config: RunConfig) -> str | None:
-    """Raises PentadError unless the checkpoints of a run can be written where checkpoint.path says. Returns a note on a
-    store that does not tell two writers apart."""
+    """Raises PentadError unless the run's checkpoints can be written at checkpoint.path. Returns a note if the store
+    cannot refuse a second writer."""
     root = checkpoints_of(config)
     try:
         is_exclusive = storage_of(root).is_exclusive(root)
@@ -97,7 +97,7 @@ def check_store(config: RunConfig) -> str | None:
 
 
 def check_folder(config: RunConfig) -> None:
-    """Raises PentadError if the folder of a run cannot be one."""
+    """Raises PentadError if the run's path, or the nearest existing parent of it, is not a folder."""
     path = path_of(config).absolute()
     nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
     if not nearest.is_dir():
@@ -106,7 +106,7 @@ def check_folder(config: RunConfig) -> None:
 
 
 def check_room(config: RunConfig, checkpoint_bytes: int) -> str | None:
-    """Raises PentadError unless there is room for what a run records. Returns a note if there is none for a
+    """Raises PentadError unless the disk has room for the run's records. Returns a note if it has none for a
     checkpoint."""
     root, size = checkpoints_of(config), format_bytes(checkpoint_bytes)
     if (free := free_bytes(path_of(config))) < RECORD_BYTES:
@@ -120,7 +120,7 @@ def check_room(config: RunConfig, checkpoint_bytes: int) -> str | None:
 
 
 def saved_config(path: Path) -> RunConfig:
-    """The configuration of the last run in a folder. Raises PentadError when another version of pentad wrote it."""
+    """The configuration of the last run in a folder. Raises PentadError if another version of pentad wrote it."""
     try:
         return load(path / CONFIG, [])
     except PentadError as error:
@@ -130,7 +130,7 @@ def saved_config(path: Path) -> RunConfig:
 
 
 def _copy(home: RemotePath) -> Path:
-    """A temporary folder with what describes the checkpoints in a store."""
+    """A temporary folder with copies of the files that describe the checkpoints in a store."""
     _copies.append(TemporaryDirectory(prefix="pentad-"))
     folder, kept = Path(_copies[-1].name), home / kept_files.FOLDER
     try:

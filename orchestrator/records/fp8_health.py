@@ -1,4 +1,4 @@
-"""How well operands fit into 8 bits: what a sampled step adds to metrics.jsonl, and when to warn."""
+"""How well operands fit into FP8: what a sampled step adds to metrics.jsonl, and when to warn."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 
 from pentad.workers.linear.fp8_sample import Fp8Sample, GradientSums, cosines, merged
 
-MOST = 3  # sentences about a step
-UNDERFLOWED = 0.25  # share of an operand's values that are zero in 8 bits
-SATURATED = 0.05  # that have the largest magnitude: of tiles of attention's output it was 3 % where nothing exceeded it
-COSINE = 0.9  # of a gradient with that in the compute dtype, at least
-GROWTH, REMEMBERED, LEAST = 16.0, 16, 4  # of a maximum over the median of this many samples before, at least that many
+MOST = 3  # most sentences about a step
+UNDERFLOWED = 0.25  # share of an operand's values that become zero in FP8, above which to warn
+SATURATED = 0.05  # the same for the largest magnitude; a sound attention output, scaled by tiles, had a share of 3 %
+COSINE = 0.9  # least cosine between a gradient and that in the compute dtype
+# Growth of a maximum over the median of the last REMEMBERED samples, of which there must be LEAST.
+GROWTH, REMEMBERED, LEAST = 16.0, 16, 4
 
 
 def fp8_row(samples: Iterable[Fp8Sample]) -> dict[str, Any]:
     """{"fp8": {parameter: {role: {"amax", "saturated", "underflowed"}}}}, the latter two as shares; empty without
-    samples. An amax that is not finite is null."""
+    samples. An amax that is not finite is None."""
     found: dict[str, dict[str, dict[str, float | None]]] = {}
     for (weight, role), each in merged(samples).items():
         found.setdefault(weight, {})[role] = {
@@ -32,13 +33,13 @@ def fp8_row(samples: Iterable[Fp8Sample]) -> dict[str, Any]:
 
 def gradients_row(sums: Iterable[GradientSums]) -> dict[str, Any]:
     """{"fp8_gradients": {parameter: cosine}}, empty for steps that were not compared. A cosine that is not finite is
-    null."""
+    None."""
     found = {weight: each if math.isfinite(each) else None for weight, each in cosines(sums).items()}
     return {"fp8_gradients": found} if found else {}
 
 
 class Fp8Health:
-    """Finds what precedes a run that goes bad. An operand is reported once, until it has recovered."""
+    """Detects signs of FP8 trouble early. An operand is reported once, and again only after it has recovered."""
 
     def __init__(self) -> None:
         self.maxima: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))

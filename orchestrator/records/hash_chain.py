@@ -1,6 +1,6 @@
-"""audit.jsonl: every step, event and rewind of a run, in a chain of hashes that only grows.
+"""audit.jsonl: every step, event and rewind of a run, in an append-only hash chain.
 
-The hash of an entry is the SHA-256 of that of the entry before it and of its own content, so none can be changed, left
+The hash of an entry is the SHA-256 of the previous entry's hash and its own content, so no entry can be changed, left
 out or moved without breaking the chain there.
 """
 
@@ -19,20 +19,20 @@ Entry = dict[str, Any]
 
 
 def linked(entry: Entry, previous: str) -> Entry:
-    """The entry, of JSON's values, with its `hash` after an entry with the hash `previous` ('' for the first one)."""
+    """The entry, which must hold JSON values, with its `hash`; `previous` is the hash before it ('' for the first)."""
     return {**entry, "hash": _hash(entry, previous)}
 
 
 def read_chain(lines: Iterable[bytes], where: str) -> Iterator[Entry]:
-    """The entries of lines that are complete. Raises PentadError, which names the first line that does not follow from
-    the one before it."""
+    """The entries of complete lines, without their hashes. Raises PentadError naming the first line that does not
+    follow from the one before it."""
     previous = ""
     for number, line in enumerate(lines, 1):
         entry = _entry(line, f"{where} line {number}")
         found = entry.pop("hash")
         try:
             previous = _hash(entry, previous)
-        except (ValueError, RecursionError):  # Infinity and 1e400, which Python's JSON takes
+        except (ValueError, RecursionError):  # Infinity and 1e400, which Python's JSON reader accepts
             raise PentadError(f"{where} line {number} has a number that is not finite: expected JSON") from None
         if found != previous:
             text = f"{where} line {number} has the hash {str(found)[:12]}"
@@ -41,7 +41,7 @@ def read_chain(lines: Iterable[bytes], where: str) -> Iterator[Entry]:
 
 
 def hash_of(last: bytes, where: str) -> str:
-    """The hash of the last line of a chain; '' where there is none yet. Raises PentadError for a line that is not of a
+    """The hash in the last line of a chain; '' if `last` is empty. Raises PentadError if the line is not an entry of a
     chain."""
     return str(_entry(last, f"the last line of {where}")["hash"]) if last else ""
 

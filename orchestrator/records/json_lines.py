@@ -1,5 +1,5 @@
-"""Files of JSON lines that a run appends to: complete lines of the kinds of values that pentad writes, or one
-sentence."""
+"""The JSON-lines files that a run appends to. Readers get complete lines with values of the kinds that pentad writes,
+or an error of one sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.regular_files import regular_file
 from pentad.workers.checkpoint.atomic_io import FULL, free_bytes
 
-MOST_OF_LINE = 1 << 27  # bytes: a place event of 65,536 ranks has some 8 MB
+MOST_OF_LINE = 1 << 27  # bytes; a place event of 65,536 ranks has about 8 MB
 
 
 def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def complete_lines(path: Path) -> Iterator[bytes]:
 
 
 def lines_before(path: Path, step: int) -> bytes:
-    """The lines of a file whose steps only grow, up to those of `step` and later. Raises PentadError for a line without
+    """The lines of a file, in ascending order of steps, that come before `step`. Raises PentadError for a line without
     a step."""
     with reported(path, "read"):
         lines = regular_file(path, None).read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -54,9 +54,11 @@ def lines_before(path: Path, step: int) -> bytes:
 
 
 def append(path: Path, lines: str, size: int) -> None:
-    """Appends lines to a file. Beginnings of them after its first `size` bytes are of an earlier attempt, and cut off.
+    """Appends lines to a file. If an earlier attempt has left a beginning of them after the first `size` bytes, that is
+    cut off first.
 
-    On a full disk and after Ctrl-C appends nothing, if it can cut that off: part of a line would spoil the next one.
+    If a full disk or Ctrl-C interrupts it, what was written is cut off if possible: part of a line would spoil the next
+    one.
     """
     data = lines.encode()
     with reported(path), path.open("a+b", buffering=0) as file:
@@ -79,7 +81,7 @@ def size_of(path: Path) -> int:
 
 
 def trim(path: Path) -> bytes:
-    """Cuts off an incomplete last line, left by a crash. Returns the last complete one, b'' if there is none."""
+    """Cuts off an incomplete last line, left by a crash. Returns the last complete line, b'' if there is none."""
     with reported(path):
         if not path.exists():
             return b""
@@ -94,7 +96,7 @@ def trim(path: Path) -> bytes:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """The line of a row."""
+    """A row as a line of JSON."""
     return json.dumps({key: _json_value(value) for key, value in row.items()}, allow_nan=False) + "\n"
 
 
@@ -118,7 +120,7 @@ def _check_length(line: bytes, where: str) -> None:
 def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:
     advice = "repair or remove the line"
     try:
-        row = json.loads(line.decode())  # of bytes it guesses the encoding
+        row = json.loads(line.decode())  # given bytes, json would guess the encoding
     except (ValueError, RecursionError) as error:
         raise PentadError(f"{where} is not JSON ({error}): expected an object: {advice}") from None
     missing = [key for key in keys if key not in row] if isinstance(row, dict) else [*keys]
@@ -133,5 +135,5 @@ def _write_all(file: io.FileIO, data: bytes) -> None:
 
 
 def _json_value(value: Any) -> Any:
-    """Null stands for non-finite numbers, which JSON lacks."""
+    """The value, with None for non-finite numbers, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What the lines of metrics.jsonl, eval.jsonl and journal.jsonl hold, whoever wrote them."""
+"""The kinds of values that lines of metrics.jsonl, eval.jsonl and journal.jsonl may hold, whoever wrote them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _is_by_source(value: Any) -> bool:
 
 
 def _is_fp8(value: Any) -> bool:
-    """As `orchestrator.records.fp8_health.fp8_row` writes it."""
+    """Whether the value is as `orchestrator.records.fp8_health.fp8_row` writes it."""
     operands = value.values() if isinstance(value, dict) else (None,)
     return all(
         isinstance(sample, dict)
@@ -59,8 +59,8 @@ def _is_ranges(value: Any) -> bool:
 
 _COUNT, _TEXT = Kind("a count", _is_count), Kind("text", lambda value: isinstance(value, str))
 _MEASURED = Kind("a finite number or null", _is_measured)
-_KINDS = {  # of a field, wherever it is
-    # -1 is that of a rank before its first
+_KINDS = {  # by name of the field, in whatever file
+    # -1: a rank before its first step
     "step": Kind("a count, or -1", lambda value: type(value) is int and -1 <= value < 2**63),
     **dict.fromkeys(("generation", "batch", "samples"), _COUNT),
     **dict.fromkeys(("tokens", "total_tokens", "target_tokens", "sequences"), Kind("a finite number", _is_number)),
@@ -76,7 +76,8 @@ _KINDS = {  # of a field, wherever it is
 
 
 def checked_row(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The row, its text fit for a terminal. Raises PentadError for a field of another kind than pentad writes."""
+    """The row, with its text made safe for a terminal. Raises PentadError for a field of another kind than pentad
+    writes."""
     for name, kind in _KINDS.items():
         if name in row and not kind.holds(row[name]):
             found = printable(repr(row[name])[:60])

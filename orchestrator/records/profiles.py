@@ -1,4 +1,4 @@
-"""The profiled steps of a run: a folder each, with what torch's profiler saw on every rank, and the timeline."""
+"""The profiled steps of a run: a folder each, with the events of torch's profiler on every rank, and the timeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FACTS, TIMELINE = "profile.json", "timeline.arrow"
 
 
 class StepProfile(NamedTuple):
-    """What ranks report of a profiled step: `ranks` by rank, with their names in drawings; `offsets` seconds convert a
+    """A profiled step as reported by the ranks: profiles and names in drawings by rank; `offsets` seconds convert a
     rank's times to the clock of the `spans`."""
 
     step: int
@@ -31,7 +31,7 @@ class StepProfile(NamedTuple):
 
     @property
     def problems(self) -> dict[str, list[int]]:
-        """What went wrong, and on which ranks."""
+        """The problems, and the ranks on which they occurred."""
         found = dict[str, list[int]]()
         for rank, profile in sorted(self.ranks.items()):
             if profile.problem:
@@ -44,8 +44,8 @@ class StepProfile(NamedTuple):
 
 
 class SavedProfile(NamedTuple):
-    """A profile in a run's folder: the events of each rank on the clock of the timeline. `left_out` counts the shortest
-    events of a rank, which its profile has no room for."""
+    """A profile in a run's folder: the events of each rank on the clock of the timeline. `left_out` counts a rank's
+    shortest events, for which its profile had no room."""
 
     step: int
     timeline: Timeline
@@ -60,13 +60,14 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def profiled_steps(run: Path) -> list[int]:
-    """Those whose profiles are complete, lowest first."""
+    """The steps with complete profiles, lowest first."""
     found = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in (run / PROFILES).glob(f"step-*/{FACTS}"))
     return sorted(int(match[1]) for match in found if match)
 
 
 def save_profile(run: Path, profile: StepProfile) -> None:
-    """Replaces what is there of the step, if there is anything. Raises PentadError if it cannot be written."""
+    """Saves a profile in a run's folder, unless it is empty, replacing any of the same step. Raises PentadError if it
+    cannot be written."""
     if not profile.bytes:
         return
     folder = folder_of(run, profile.step)
@@ -87,18 +88,18 @@ def save_profile(run: Path, profile: StepProfile) -> None:
         }
         for rank, each in sorted(profile.ranks.items())
     ]
-    replace_file(folder / FACTS, json.dumps({"step": profile.step, "ranks": ranks}).encode())  # last: it is complete
+    replace_file(folder / FACTS, json.dumps({"step": profile.step, "ranks": ranks}).encode())  # last: marks it complete
 
 
 def drop_profiles(run: Path, step: int) -> None:
-    """Deletes those of `step` and later ones, which will run again."""
+    """Deletes the profiles of `step` and later steps, which will run again."""
     for each in profiled_steps(run):
         if each >= step:
             shutil.rmtree(folder_of(run, each), ignore_errors=True)
 
 
 def load_profile(run: Path, step: int) -> SavedProfile:
-    """Raises PentadError if it is damaged."""
+    """Loads the profile of a step. Raises PentadError if it is damaged."""
     folder = folder_of(run, step)
     timeline = Timeline.load(folder / TIMELINE)
     ranks = {rank["rank"]: rank for rank in _facts(folder / FACTS)}
@@ -128,7 +129,7 @@ def _events_of(folder: Path, rank: int) -> Path:
 
 
 def _events(path: Path, offset: float) -> tuple[ProfileEvent, ...]:
-    """None of a rank that could not be profiled."""
+    """A rank's events, shifted by `offset` seconds; empty for a rank that could not be profiled."""
     if not path.is_file():
         return ()
     try:

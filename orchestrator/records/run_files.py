@@ -1,5 +1,5 @@
-"""The files in which a live run records what happens. One thread writes them, in order: training and recoveries wait
-for moments at most. What the disk does not take, because it is full or away, is in memory until it does."""
+"""The files in which a live run records what happens. One thread writes them, in order, so that training and recoveries
+wait for moments at most. What a full or unreachable disk does not take stays in memory until it does."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pentad.workers.background import in_daemon
 from pentad.workers.checkpoint.atomic_io import partial_file
 
 Row = dict[str, Any]
-MOST_WAITING = 200_000  # changes, some 100 MB: beyond them the run ends
-WAIT_SECONDS = 0.5  # in which a disk that works has taken lines; the ranks have more steps to do than that
-HANG_SECONDS = 5.0  # without an answer, after which the run says so
-SETTLE_SECONDS, RETRY_SECONDS = 30.0, 0.5  # for which the end of a run waits for the disk, and between two attempts
-IDLE_SECONDS = 5.0  # for which the writer waits for more: to start a thread for each step costs more than its lines
+MOST_WAITING = 200_000  # changes (about 100 MB) beyond which the run ends
+WAIT_SECONDS = 0.5  # a working disk takes lines within this time; the ranks have more steps in flight than that
+HANG_SECONDS = 5.0  # without an answer before the run reports it
+SETTLE_SECONDS, RETRY_SECONDS = 30.0, 0.5  # how long the end of a run waits for the disk, and between two attempts
+IDLE_SECONDS = 5.0  # how long the writer waits for more: starting a thread for each step costs more than its lines
 
 
 class Change:
-    """Something to do with a file, until that succeeds. Raises PentadError."""
+    """A change to a file, tried until it succeeds; `do` raises PentadError."""
 
     def __init__(self, path: Path, do: Callable[[], None]) -> None:
         self.path, self.do = path, do
@@ -38,8 +38,8 @@ class Change:
 
 
 class Append(Change):
-    """Lines to append. The size of the file is known from the first attempt on: what that may have left after it is no
-    other line."""
+    """Lines to append. The file's size is noted at the first attempt: anything after it is what failed attempts
+    left."""
 
     def __init__(self, path: Path, text: str) -> None:
         super().__init__(path, self._append)
@@ -56,8 +56,8 @@ class Append(Change):
 
 
 class RunFiles:
-    """Of the run in `folder`, for any thread: `lock` is held by who makes several changes, and never while the disk is
-    asked. The lines of files that were `opened` are in memory, too: who needs them reads no disk."""
+    """The files of the run in `folder`, for any thread. Hold `lock` to make several changes together; it is never held
+    during disk access. The lines of files passed to `open` are also kept in memory, so that readers need no disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,25 +65,25 @@ class RunFiles:
         self.lock, self.turn, self.syncing = threading.RLock(), threading.Lock(), threading.Lock()
         self.writer_stopped = threading.Condition(self.lock)
         self.writer_woken = threading.Condition(self.lock)
-        self.is_writing = self.is_behind = self.is_given_up = False  # behind, given up: nobody waits any more
+        self.is_writing = self.is_behind = self.is_given_up = False  # if behind or given up, nobody waits any longer
         self.is_idle = self.is_closed = False
-        self.moved_at = 0.0  # monotonic second in which the writer began, or the disk last took something
-        self.refusal: BaseException | None = None  # why the disk did not take the first change
-        self.unsynced = set[Path]()  # to which lines were appended that a power cut could take
+        self.moved_at = 0.0  # monotonic second at which the writer began, or the disk last took something
+        self.refusal: BaseException | None = None  # why the disk did not take the first change that waits
+        self.unsynced = set[Path]()  # files with lines that a power cut could lose
         self.known: dict[Path, list[Row]] = {}
-        self.sizes: dict[Path, int] = {}  # bytes of the files with lines, as they were left
+        self.sizes: dict[Path, int] = {}  # bytes of the files with lines after the last write
 
     def open(self, path: Path, keys: Iterable[str] = ()) -> None:
-        """Reads the lines of a file, which have these keys. Raises PentadError."""
+        """Reads the lines of a file, which must have these keys, into memory. Raises PentadError."""
         self.known[path] = read_lines(path, keys)
 
     def rows(self, path: Path) -> list[Row]:
-        """Those of a file that was opened, with what waits to be written."""
+        """The rows of a file that was opened, including those that wait to be written."""
         with self.lock:
             return list(self.known[path])
 
     def append(self, path: Path, row: Row, *more: Row) -> None:
-        """Adds lines, all at once. Raises PentadError if too many wait already."""
+        """Appends rows as lines, all at once. Raises PentadError if too many changes wait already."""
         lines = [line_of(each) for each in (row, *more)]
         with self.lock:
             if path in self.known:
@@ -95,13 +95,13 @@ class RunFiles:
         self.change(Change(path, lambda: replace_file(path, content)))
 
     def replace_rows(self, path: Path, rows: Iterable[Row]) -> None:
-        """Of a file that was opened."""
+        """Replaces all rows of a file that was opened."""
         with self.lock:
             self.known[path] = list(rows)
             self.replace(path, "".join(map(line_of, self.known[path])).encode())
 
     def change(self, change: Change) -> None:
-        """Has it made after all earlier ones. Raises PentadError if too many wait already."""
+        """Queues a change after all earlier ones. Raises PentadError if too many wait already."""
         with self.lock:
             self.waiting.append(change)
             self._start()
@@ -109,22 +109,22 @@ class RunFiles:
                 raise PentadError(f"{self._stuck()}, and {len(self.waiting)} changes wait in memory")
 
     def wait(self) -> None:
-        """Until the disk has taken what was recorded, or refused it; for WAIT_SECONDS at most, and not again before it
+        """Waits until the disk has taken or refused what was recorded, for at most WAIT_SECONDS, and not again until it
         has caught up."""
         with self.lock:
             if not self.is_behind:
                 self.is_behind = not self.writer_stopped.wait_for(lambda: not self.is_writing, WAIT_SECONDS)
 
     def problem(self) -> str:
-        """Why what was recorded waits in memory; empty if the disk takes it."""
+        """Why records wait in memory; '' if the disk takes them."""
         with self.lock:
             idle = time.monotonic() - self.moved_at
             is_stuck = self.refusal is not None or (self.is_writing and idle > HANG_SECONDS)
             return self._stuck() if is_stuck else ""
 
     def flush(self, seconds: float | None) -> None:
-        """Waits until the disk has taken what was recorded. Raises PentadError if it refuses that, or takes more than
-        these seconds, None: however long it takes."""
+        """Waits until the disk has taken what was recorded. Raises PentadError if it refuses, or takes longer than
+        `seconds` (None: no limit)."""
         with self.lock:
             self._start()
             if not self.writer_stopped.wait_for(lambda: not self.is_writing, seconds):
@@ -134,16 +134,16 @@ class RunFiles:
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """Before steps are done nobody waits for a disk that refuses what is recorded: nothing is lost yet. At the end
-        of the block the disk has taken all. Raises PentadError if it does not."""
+        """A block before the first step, during which nobody waits for a disk that refuses records: nothing is lost
+        yet. At its end the disk must have taken everything, else PentadError is raised."""
         self.is_given_up = True
         yield
         self.flush(SETTLE_SECONDS)
         self.is_given_up = False
 
     def sync(self) -> None:
-        """Has the disk keep what was recorded, while others append. Waits for as long as it takes; raises PentadError
-        if the disk refuses it."""
+        """Makes what was recorded durable (fsync), while others may append. Waits as long as it takes; raises
+        PentadError if the disk refuses it."""
         with self.syncing:
             with self.lock:
                 self.flush(None)
@@ -158,8 +158,8 @@ class RunFiles:
                 raise
 
     def settle(self) -> None:
-        """Waits a while for the disk, at the end of a run, and once. Raises PentadError, with what is lost, if it stays
-        away."""
+        """Waits a while for the disk, at the end of a run. Raises PentadError, naming what is lost, if the disk does
+        not recover; later calls then hardly wait."""
         until = time.monotonic() + (0.0 if self.is_given_up else SETTLE_SECONDS)
         while True:
             with self.lock:
@@ -173,14 +173,14 @@ class RunFiles:
             time.sleep(RETRY_SECONDS)
 
     def close(self) -> None:
-        """Waits like `wait`, after which the writer ends, as soon as the disk lets it."""
+        """Waits as `wait` does, and has the writer end as soon as the disk lets it."""
         self.wait()
         with self.lock:
             self.is_closed = True
             self._wake()
 
     def _start(self) -> None:
-        """Has a thread write what waits, unless one does."""
+        """Has a thread write what waits, unless one is writing already."""
         if self.waiting and not self.is_writing:
             self.is_writing, self.moved_at = True, time.monotonic()
             try:
@@ -193,11 +193,11 @@ class RunFiles:
                 raise
 
     def _wake(self) -> None:
-        self.writer_woken.notify()  # first: after Ctrl-C in between it is still known to wait
+        self.writer_woken.notify()  # first: after a Ctrl-C in between, the writer still counts as idle
         self.is_idle = False
 
     def _serve(self) -> None:
-        """In a thread of its own: writes, and waits a while for more. Nobody starts another one in between."""
+        """Runs in a thread of its own: writes, and waits a while for more; meanwhile no other writer is started."""
         with self.turn:
             while True:
                 refusal = self._write()
@@ -210,11 +210,11 @@ class RunFiles:
                     self.is_idle = not self.is_closed
                     is_woken = self.writer_woken.wait_for(lambda: not self.is_idle, IDLE_SECONDS)
                     self.is_idle = False
-                    if not (is_woken and self.is_writing):  # nothing came, or the end
+                    if not (is_woken and self.is_writing):  # nothing came, or the files were closed
                         return
 
     def _write(self) -> BaseException | None:
-        """Until nothing waits, or the disk refuses a change: why, for who settles or syncs."""
+        """Writes until nothing waits or the disk refuses a change; returns the error, for those who settle or sync."""
         while self.waiting:
             change = self.waiting[0]
             try:
@@ -227,7 +227,7 @@ class RunFiles:
         return None
 
     def _make(self, change: Change) -> None:
-        """Not to a file that is gone or another one: where a file system was mounted, a new folder may be by now."""
+        """Makes a change, unless the file has vanished or shrunk: its file system may have been unmounted."""
         path = change.path
         if (found := size_of(path)) < (left := self.sizes.get(path, 0)):
             fault = f"has {found} bytes" if path.exists() else "is gone"
@@ -262,12 +262,13 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def drop_steps(path: Path, step: int) -> None:
-    """Drops the lines of `step` and later ones."""
+    """Drops the lines of step `step` and later ones."""
     replace_file(path, lines_before(path, step))
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A file of a run to write, which is at `path` at the end, or as before when the block fails."""
+    """A file to write that replaces the one at `path` at the end of the block; if the block fails, that stays as it
+    was."""
     with reported(path), partial_file(path) as partial:
         yield partial

@@ -1,5 +1,5 @@
-"""The lock of a run's folder, which others cannot take until it is closed or the process ends. Its file holds the
-process, and the newest generation of the run."""
+"""The lock of a run's folder, held until it is closed or the process ends. Its file contains the process ID and the
+newest generation of the run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _GENERATION_AT = 20  # bytes
 
 
 class RunLock:
-    """`generation` is the newest one that was saved before."""
+    """The lock of a run's folder. `generation` is the newest one saved before it was taken, 0 if none was."""
 
     def __init__(self, path: Path, problem: str) -> None:
-        """Raises PentadError with `problem`, in which {holder} is a process, if one holds it."""
+        """Takes the lock. If another process holds it, raises PentadError with `problem`, in which {holder} is replaced
+        by that process."""
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self.file = os.fdopen(descriptor, "r+b", buffering=0)
         try:
@@ -35,7 +36,7 @@ class RunLock:
         self.generation = int(text) if text.strip().isdigit() else 0
 
     def save(self, generation: int) -> None:
-        """In place, which takes no room."""
+        """Writes the generation in place, which takes no disk space."""
         os.pwrite(self.file.fileno(), b"%20d" % generation, _GENERATION_AT)
 
     def close(self) -> None:
@@ -43,7 +44,7 @@ class RunLock:
 
 
 def holder_of(path: Path) -> str:
-    """The process that has locked the folder of a run; empty if none is known to."""
+    """The ID of the process that has locked a run's folder; '' if it is not locked or cannot be read."""
     with suppress(OSError, PentadError), regular_file(path / LOCK).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -58,7 +59,7 @@ def _holder(descriptor: int) -> str:
 
 @contextmanager
 def locked(path: Path, problem: str) -> Iterator[None]:
-    """Keeps others from running in the folder of a run. Raises PentadError as RunLock does."""
+    """Holds the lock of a run's folder for the block. Raises PentadError as RunLock does."""
     with reported(path / LOCK):
         lock = RunLock(path, problem)
     try:

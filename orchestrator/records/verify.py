@@ -1,5 +1,5 @@
-"""Proves from a run's files alone that every sample of the committed steps was counted exactly once, in any history of
-faults, or names the first thing that contradicts it."""
+"""Proves from a run's files alone that every sample of the committed steps was counted exactly once, whatever faults
+occurred, or reports the first contradiction."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _FIELDS = {
     "step": ("step", "batch", "samples", "loss", "generation"),
     "checkpoint": ("step", "manifest"),
 }
-OnProgress = Callable[[int, int], None]  # steps whose samples have been compared, of how many
+OnProgress = Callable[[int, int], None]  # (steps whose samples have been compared, all steps)
 
 
 class CommittedStep(NamedTuple):
-    """Its samples are those of a `batch` of the data that the configuration `config`, as YAML, describes."""
+    """A step that counts, recorded in line `line`. `samples` is the digest of its samples, those of the `batch` of the
+    data that `config`, a configuration as YAML, describes."""
 
     line: int
     batch: int
@@ -42,20 +43,20 @@ class CommittedStep(NamedTuple):
 
 @dataclass
 class History:
-    """What a chain says: the steps that count, by number, the SHA-256 of the manifests of checkpoints, by step, and the
-    events of the journal, with their lines."""
+    """What a chain says: the steps that count, by number; the SHA-256 of checkpoints' manifests, by step; and the
+    events of the journal, with their line numbers."""
 
     steps: dict[int, CommittedStep] = field(default_factory=dict)
     manifests: dict[int, str] = field(default_factory=dict)
     events: list[tuple[int, Entry]] = field(default_factory=list)
     generations: set[int] = field(default_factory=set)
-    rewinds: int = 0  # that undid steps
-    undone: int = 0  # steps
+    rewinds: int = 0  # those that undid steps
+    undone: int = 0  # steps undone
 
 
 class Verdict(NamedTuple):
-    """What has been proven. `samples` is the number of those of the steps, or None if the data was not read;
-    `checkpoints` of the run are still there."""
+    """What has been proven. `samples` is the number of samples in the steps, None if the data was not read;
+    `checkpoints` is the number of recorded checkpoints that still exist."""
 
     steps: int
     samples: int | None
@@ -73,8 +74,8 @@ def verify(
     data: bool,
     on_progress: OnProgress = lambda *_: None,
 ) -> Verdict:
-    """Compares a run's audit.jsonl with itself, with the lines of its metrics.jsonl and journal.jsonl, with its
-    checkpoints, and with the `data`.
+    """Checks a run's audit.jsonl for consistency, and against its metrics.jsonl, its journal.jsonl, its checkpoints
+    and, if `data`, the data.
 
     Raises PentadError at the first contradiction.
     """
@@ -90,7 +91,8 @@ def verify(
 
 
 def replay(entries: Iterable[Entry], where: str) -> History:
-    """Raises PentadError if a step does not follow the one before it, or repeats a batch."""
+    """The history that the entries describe. Raises PentadError if a step does not follow the one before it, or trains
+    on a batch that is not later."""
     history, following, config = History(), 0, ""
     for line, entry in enumerate(entries, 1):
         at, event = f"{where} line {line}", entry["event"]
@@ -119,7 +121,8 @@ def replay(entries: Iterable[Entry], where: str) -> History:
 
 
 def _rewind(history: History, following: int, step: int, at: str) -> int:
-    """The steps from `step` on no longer count. The first steps of a run may be another run's."""
+    """Undoes the steps from `step` on, and returns the next expected step, `step`. It may be ahead only before a run's
+    first step, because earlier steps may be another run's."""
     if step > following and history.steps:
         raise PentadError(f"{at} continues from step {step}: expected one up to {following}, the next step")
     undone = [number for number in history.steps if number >= step]
@@ -131,7 +134,7 @@ def _rewind(history: History, following: int, step: int, at: str) -> int:
 
 
 def _compare_metrics(history: History, metrics: Sequence[Entry], run: Path) -> None:
-    first = min(history.steps, default=0)  # earlier ones are another run's, or of a version without audit.jsonl
+    first = min(history.steps, default=0)  # earlier steps are another run's, or predate audit.jsonl
     rows = [row for row in metrics if row["step"] >= first]
     found = {row["step"]: row["loss"] for row in rows}
     for number, count in Counter(row["step"] for row in rows).items():
@@ -146,7 +149,8 @@ def _compare_metrics(history: History, metrics: Sequence[Entry], run: Path) -> N
 
 
 def _compare_journal(history: History, journal: Iterable[Entry], run: Path) -> None:
-    """The journal has the events in their order. It may have more: one whose line of the chain a crash prevented."""
+    """Requires the events in the journal, in their order. It may have more: a crash may have prevented an event's line
+    in the chain."""
     rest = iter(journal)
     for line, entry in history.events:
         if entry not in rest:
@@ -167,7 +171,7 @@ def _compare_checkpoints(history: History, root: Location) -> int:
 
 
 def _compare_samples(history: History, where: str, on_progress: OnProgress) -> int:
-    """Compares what ranks counted with what the data says, and returns how many samples that were."""
+    """Compares the digests of the samples that ranks counted with those of the data; returns the number of samples."""
     opened: dict[str, Dataset] = {}
     count = 0
     for done, (number, step) in enumerate(history.steps.items()):

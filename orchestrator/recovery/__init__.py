@@ -1,1 +1,1 @@
-"""Faults and spikes: detects them, ends the generation, and puts the ranks together again."""
+"""Faults and loss spikes: detects them, ends the generation and regroups the ranks."""

@@ -1,10 +1,10 @@
-"""The ranks that a former driver has left, as a group that this one can adopt.
+"""Turns the ranks that a former driver left behind into a group that this driver can adopt.
 
-A rank whose driver is gone finishes the calls that it has got, and then waits: for a new driver, or until the lease
-expires. What it holds is what a rank holds after a fault: the newest weights, the results of the last steps, its parts
-of copies in memory. So adopting a group is a recovery without a fault: a fence, which refuses what the former driver
-may still say, then a new generation. A step counts if a rank has committed it, as always, whether or not the former
-driver has recorded it: the ranks' results of it are recorded then.
+A rank whose driver is gone finishes the calls that it has received and then waits for a new driver, until the lease
+expires. It holds what a rank holds after a fault: the newest weights, the results of the last steps and its parts of
+the copies in memory. So adopting a group is a recovery without a fault: a fence, after which the former driver's calls
+are refused, then a new generation. As always, a step counts once a rank has committed it. If the former driver did not
+record such a step, this driver records it from the ranks' results.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from pentad.orchestrator.recovery.placed_plans import on_hosts, shrunk_plan
 from pentad.schedules.spec.plan import Plan
 
 ANSWER_SECONDS = 10.0
-NOWHERE = WorkerPlace("", "", -1, 0, "")  # of a rank that does not answer
+NOWHERE = WorkerPlace("", "", -1, 0, "")  # the place of a rank that does not answer
 GONE = "it did not answer the driver that adopted the run"
 
 
 class Membership(NamedTuple):
-    """Who of several workers, by number, is which rank; the ranks are in these bundles, by rank. `generation` is the
-    highest that any worker has seen; `extra` are workers that are no ranks."""
+    """Which worker is which rank: `members` maps ranks to worker numbers, `bundles` are the ranks' bundles.
+
+    `generation` is the highest that any worker has seen; `extra` are the workers that are not ranks."""
 
     bundles: tuple[int, ...]
     members: dict[int, int]
@@ -40,10 +41,10 @@ class Membership(NamedTuple):
 
 
 def membership(found: Mapping[int, RankPlacement]) -> Membership | None:
-    """The membership of the workers that answer, by number. None if none of them is a rank of the plan.
+    """The membership of the workers that answered, given by number. None if none of them is a rank of the plan.
 
-    A former driver may have died while it started a generation: ranks that it had not reached yet are in the same
-    bundles, and a rank that was replaced has a newer process.
+    The former driver may have died while starting a generation. The ranks that it had not reached yet are in the same
+    bundles; where a rank had been replaced, the process of the newer generation counts.
     """
     fitting = {number: each for number, each in found.items() if each.fits and each.rank >= 0}
     if not fitting:
@@ -58,9 +59,9 @@ def membership(found: Mapping[int, RankPlacement]) -> Membership | None:
 
 
 def can_adopt(journal: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], ranks: str, spike_policy: str) -> bool:
-    """Whether the ranks of the namespace `ranks` are those of this run's journal, and neither before nor in the middle
-    of a rollback, to which a run that resumes from the newest checkpoint comes again; `rows` are the lines of
-    metrics.jsonl."""
+    """Whether the ranks in the namespace `ranks` are those of this run's journal and no rollback is due or under way:
+    with a rollback, the run resumes from its newest checkpoint instead and meets the spike again. `rows` are the lines
+    of metrics.jsonl."""
     starts = [event for event in journal if event["event"] == "start"]
     rollbacks = [event["time"] for event in journal if event["event"] == "rollback"]
     is_rolling_back = bool(rollbacks) and (not rows or rows[-1]["time"] <= rollbacks[-1])
@@ -69,7 +70,7 @@ def can_adopt(journal: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]],
 
 
 class Parked(NamedTuple):
-    """A group to adopt, the plan of its full mesh, the causes of its lost ranks, and the token of its copies."""
+    """A group to adopt, the plan of its full mesh, its lost ranks with the causes, and the token of its copies."""
 
     group: WorkerGroup
     full: Plan
@@ -78,10 +79,10 @@ class Parked(NamedTuple):
 
 
 def find_parked(config: RunConfig, full: Plan, placement: Placement, lease: HeldLease, runner: str) -> Parked | None:
-    """The ranks in `placement`, of the plan `full` or of one that a former driver has shrunk it to. None if they run
-    another plan or are all gone.
+    """The ranks in `placement` that run the plan `full`, or one to which a former driver has shrunk it. None if they
+    run another plan or are all gone.
 
-    Workers that do not answer, and those that are no ranks, are ended.
+    Kills workers that do not answer or are not ranks.
     """
     actors = dict(enumerate(lease.actors()))
     if not actors:

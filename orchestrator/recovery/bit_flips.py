@@ -1,4 +1,4 @@
-"""What it means when ranks that should agree do not: who is wrong, and whether data, hardware or software is."""
+"""Diagnoses ranks that should agree and do not: which are wrong, and whether data, hardware or software is at fault."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Digests = Mapping[str, Mapping[int, int]]  # by name and rank
 
 
 class Verdict(NamedTuple):
-    """`ranks` are at fault; if not `certain`, one of them is, and nothing says which. `what` is the first of the
-    results or parts of the state in which they differ, of `number`."""
+    """`ranks` are at fault; if not `certain`, at least one of them is, and it is unknown which. They differ in `number`
+    results or parts of the state, the first of which is `what`."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """'the weights of rank 3 differ ...'."""
+        """The verdict in words, such as 'the state of rank 3 differs from that of most of its replicas in ...'."""
         several = len(self.ranks) > 1
         names = f"rank{'s' if several else ''} {enumerated(self.ranks)}"
         more = f" and {self.number - 1} more" if self.number > 1 else ""
@@ -42,15 +42,15 @@ class Verdict(NamedTuple):
 
 
 def find_verdict(checks: Sequence[RankCheck]) -> Verdict | None:
-    """What the answers of all ranks, in their order, say; None if all agree that should.
+    """The verdict on the answers of all ranks, in rank order; None if all ranks that should agree do.
 
     | seen | verdict |
     |---|---|
-    | at most half of the ranks compute two results from the same inputs | hardware: those |
-    | more of them do | software: a kernel is not deterministic |
+    | at most half of the ranks get two different results from the same inputs | hardware: those ranks |
+    | more than half do | software: a kernel is not deterministic |
     | states of replicas differ | data: those against the majority, or all that differ if there is none |
-    | results of replicas with equal states differ, each twice the same | hardware: those against the majority |
-    | the same without a majority | software: all that differ |
+    | reproducible results of replicas with equal states differ | hardware: those against the majority |
+    | the same, without a majority | software: all that differ |
     """
     if (unstable := _unstable(checks)) is not None:
         return unstable
@@ -89,8 +89,8 @@ def _by_name(digests: Sequence[Mapping[str, int]]) -> Digests:
 
 
 def _disagreement(digests: Digests) -> Disagreement | None:
-    """Who differs from the majority; where only names without a majority differ, all that do. A rank that a majority
-    is against explains the other names in which nobody else differs."""
+    """The ranks that differ from a majority; and where there is no majority, all that differ, unless the ranks already
+    outvoted in other names explain the difference."""
     differing = {name: of for name, of in digests.items() if len(set(of.values())) > 1}
     if not differing:
         return None

@@ -1,4 +1,4 @@
-"""Ranks that are slow for long (elastic.slow_rank: evict): where they move to, and which of them stay."""
+"""Moves ranks that stay slow to other GPUs or nodes (elastic.slow_rank: evict), or says why they stay."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pentad.schedules.spec.mesh import ORDER, Axis
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.zero_layout import zero_group
 
-AGAIN = 1000  # steps before which a rank that has moved does not move again
-BESIDE_SECONDS = 5.0  # for Ray to find another GPU of the same node
+AGAIN = 1000  # steps before a rank may move again
+BESIDE_SECONDS = 5.0  # for Ray to find another GPU on the same node
 
 
 class Asked(NamedTuple):
-    """Room that Ray was asked for at the monotonic second `since`, for `ranks`, because those in `slow` are; `beside`:
-    on the node where they are."""
+    """Room requested from Ray at the monotonic second `since` for `ranks`, because of the `slow` ones; `beside`: on
+    their present node."""
 
     slow: tuple[SlowRank, ...]
     ranks: tuple[int, ...]
@@ -35,18 +35,18 @@ class Asked(NamedTuple):
 
 
 class Evictions:
-    """The evictions of one run. The room for a rank that is slow is found beside training, before anything else
-    happens; then the rank moves there as one that is lost. Without such room it stays."""
+    """The evictions of one run. Room for a slow rank is reserved while training continues; then the rank is replaced
+    there like a lost one. Without room it stays."""
 
     def __init__(self, elastic: ElasticSection, group: WorkerGroup, bus: EventBus) -> None:
         self.elastic, self.group, self.bus = elastic, group, bus
-        self.moved: dict[int, int] = {}  # after which step a rank has moved last
+        self.moved: dict[int, int] = {}  # the step after which a rank last moved
         self.left: set[str] = set()  # nodes that slow ranks have left
-        self.stays: set[tuple[int, ...]] = set()  # ranks of which it has been said that they stay
+        self.stays: set[tuple[int, ...]] = set()  # ranks already reported as staying
         self.asked: Asked | None = None
 
     def due(self) -> tuple[int, ...]:
-        """The ranks that have room elsewhere by now. Asks for it, and never waits."""
+        """The ranks to move now, for which there is room elsewhere. Requests that room; never waits."""
         slow = tuple(each for each in self._slow() if self._may_move(each))
         if not slow:
             self.cancel()
@@ -70,7 +70,7 @@ class Evictions:
         return "; ".join(map(self._sentence, self.asked.slow)) if self.asked else ""
 
     def move(self, step: int) -> None:
-        """After `step` steps the ranks that are due have their new places; they are to be started there."""
+        """Assigns the ranks that are due to their new places after `step` steps; the caller starts them there."""
         assert self.asked is not None
         asked, target = self.asked, node_of(self.asked.room)
         group, names, self.asked = self.group, node_names(), None
@@ -87,7 +87,7 @@ class Evictions:
         self.left |= set() if asked.beside else {group.places[asked.ranks[0]].node}
 
     def cancel(self) -> None:
-        """Leaves the room to others."""
+        """Gives up the requested room."""
         if self.asked is not None:
             self.group.placement.give_up(self.asked.room)
             self.asked = None
@@ -101,7 +101,7 @@ class Evictions:
         return not reason
 
     def _stay(self, slow: SlowRank, reason: str) -> None:
-        """Says so, once."""
+        """Reports that ranks stay where they are, once."""
         if slow.ranks in self.stays:
             return
         self.stays.add(slow.ranks)
@@ -128,7 +128,7 @@ class Evictions:
 
 
 def reason_to_stay(slow: SlowRank, moved: Mapping[int, int]) -> str:
-    """Why a rank that is slow does not move; '' if it does. `moved` are the steps after which ranks did so last."""
+    """Why a slow rank does not move; '' if it does. `moved` has, by rank, the step after which it last moved."""
     if len(slow.ranks) > 1:
         return "which of these ranks is slow is not known"
     step = moved.get(slow.ranks[0])
@@ -138,13 +138,13 @@ def reason_to_stay(slow: SlowRank, moved: Mapping[int, int]) -> str:
 
 
 def may_leave_node(plan: Plan) -> bool:
-    """Whether ranks can go to another node. Not if all of them exchange by peer copies: nobody would have their
-    state."""
+    """Whether ranks can move to another node. Not if all exchange by peer copies: then all would have to move, and no
+    rank would be left that holds their state."""
     return plan.transport != "peer" or bool(plan.hosts)
 
 
 def with_ranks_beside(ranks: Iterable[int], plan: Plan) -> tuple[int, ...]:
-    """The ranks, and those that have to be on the same node: along tp, and where they exchange by peer copies."""
+    """The ranks and all that must share their node: along tp, and along axes that exchange by peer copies."""
     copied: set[Axis] = {axis for axis in ORDER if plan.transport_along(axis) == "peer"}
     axes: tuple[Axis, ...] = tuple((copied - {"dp"}) | (set() if plan.tp_across_nodes else {"tp"}))
     found, new = set[int](), set(ranks)

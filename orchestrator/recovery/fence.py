@@ -1,8 +1,8 @@
-"""Ends a generation on the ranks that are left of it, and collects what they still hold.
+"""Ends a generation on its surviving ranks and collects the state that they hold.
 
-A lost rank takes its part of the steps in flight with it, and nothing else, as long as another rank holds the same
-stages, or with ZeRO the same shard of them (zero.shards); that is otherwise only in the newest checkpoint. Every
-attempt increments the generation, and workers refuse calls of earlier ones.
+A lost rank costs only its part of the steps in flight, as long as another rank holds the same stages or, with ZeRO, the
+same shard of them (zero.shards). Otherwise that state survives only in the newest checkpoint. Every attempt increments
+the generation, and workers refuse calls from earlier ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pentad.schedules.spec.zero_layout import replica_groups
 from pentad.workers.runtime.results import Evaluation, RankSnapshot, StepResult
 
 FENCE_SECONDS, SNAPSHOT_SECONDS = 5.0, 10.0
-STORING_SECONDS = 40.0  # of three requests to a store that answers late
+STORING_SECONDS = 40.0  # enough for three requests to a store that answers late
 Record = Callable[..., None]  # (event, **facts): writes a line of the journal
 
 
@@ -35,12 +35,11 @@ class CannotRecover(WorkerError):
 
 @dataclass
 class RecoveryState:
-    """What survives of a generation: `version` steps are in the newest weights, which the ranks `current` hold.
+    """What survives of a generation: the newest weights, after `version` steps, are held by the ranks `current`.
 
-    `results[step][rank]` are results of completed steps, and `evaluations` the ranks' newest, by step;
-    `lost[rank]` is the cause of a loss; `seconds` is the duration of each phase of the recovery. If some rank was
-    `corrupt`, no state counts but that of a checkpoint. `spares` are ranks that processes which waited for that have
-    taken.
+    `results[step][rank]` are the results of completed steps, `evaluations` the newest ones by step, `lost[rank]` is why
+    a rank was lost, and `seconds` has the duration of each phase of the recovery. If a rank was `corrupt`, only the
+    state of a checkpoint counts. `spares` are the ranks whose places spare processes took.
     """
 
     version: int = 0
@@ -54,16 +53,16 @@ class RecoveryState:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the seconds of the block to those of a phase, unless it fails."""
+        """Adds the duration of the block to a phase, unless the block fails."""
         began = time.monotonic()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
 
 
 def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
-    """Ends the generation on every living rank and fills `state`; ranks that do not follow are added to the lost.
+    """Ends the generation on every living rank and fills `state`; ranks that do not answer are added to `state.lost`.
 
-    Raises CannotRecover when no rank is left, and Superseded when another driver has fenced a rank meanwhile.
+    Raises CannotRecover if no rank is left, and Superseded if another driver has fenced a rank meanwhile.
     """
     began = time.monotonic()
     _await_storing(group, state.lost)
@@ -81,8 +80,8 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
         text = f"{cause}no rank is left of the run; the same command resumes from the newest checkpoint, if any"
         raise CannotRecover(text, min(state.lost), text)
     state.version = max(snapshot.version for snapshot in snapshots.values())
-    # A rank that lacks only the last step's global norm gets it from one that has taken the step, and still knows it: a
-    # rank that a former driver has already started in another generation does not.
+    # A rank that lacks only the last step's global norm gets it from one that has taken it and still has the norm.
+    # It no longer does if a former driver has already started it in another generation.
     late = [rank for rank, s in snapshots.items() if s.version == state.version - 1 and s.ready]
     done = [s for s in snapshots.values() if s.version == state.version and s.losses]
     calls = {rank: group.call_runner(rank, "advance", s.norm, s.losses) for s in done[:1] for rank in late}
@@ -99,34 +98,34 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
 
 
 def _await_storing(group: WorkerGroup, lost: Iterable[int]) -> None:
-    """A rank that is committing a checkpoint is fenced only afterwards: while storage is slow it is no lost rank."""
+    """Waits for ranks that are committing a checkpoint, so that slow storage does not make them count as lost."""
     refs = [ref for rank, ref in group.storing.items() if rank not in lost]
     if refs:
         ray.wait(refs, timeout=STORING_SECONDS)
 
 
 def is_recordable(state: RecoveryState, done: int) -> bool:
-    """Whether the steps after the first `done`, which are recorded, can be recorded too: some rank has their results.
+    """Whether some rank has the results of every step after the `done` recorded ones, so that they can be recorded too.
     A driver records a step only after all ranks have taken it, and may have died in between."""
     return all(state.results.get(step) for step in range(done, state.version))
 
 
 def is_complete(plan: Plan, state: RecoveryState) -> bool:
-    """Whether the current ranks hold the newest state of every parameter shard: one rank suffices of those that hold
-    the same, or the same ZeRO shard."""
+    """Whether the current ranks hold the newest state of every parameter shard; of its replicas, or the replicas of
+    each of its ZeRO shards, one suffices."""
     if state.version < 0:  # an earlier recovery was interrupted before any rank had a state
         return False
     return all(newest for _, newest, _ in _parts(plan, state.current))
 
 
 def sources(plan: Plan, current: Iterable[int]) -> dict[ShardPart, int]:
-    """For each part of a parameter shard that a rank outside `current` holds: the current rank that sends its state."""
+    """The current rank that sends the state of each part of a parameter shard that a rank outside `current` holds."""
     return {part: newest[0] for part, newest, stale in _parts(plan, current) if stale}
 
 
 def handed_over(plan: Plan, current: Iterable[int]) -> dict[int, dict[int, ParamShard]]:
-    """The parameter shards that each current rank gives out, all together the state, by the number of the part: that of
-    a shard, or of its ZeRO shards one each."""
+    """The parameter shards that each current rank hands over, by part number; together they are the full state. A part
+    is a shard, or with ZeRO one of its shards."""
     found: dict[int, dict[int, ParamShard]] = {}
     for number, ((shard, _), newest, _) in enumerate(_parts(plan, current)):
         for rank in newest:
@@ -135,7 +134,7 @@ def handed_over(plan: Plan, current: Iterable[int]) -> dict[int, dict[int, Param
 
 
 def owned(plan: Plan, current: Iterable[int]) -> dict[int, tuple[ParamShard, ...]]:
-    """The parameter shards of which each current rank saves what it holds, all together the state once."""
+    """The parameter shards of which each current rank saves its part; together they are the state exactly once."""
     found: dict[int, tuple[ParamShard, ...]] = {}
     for (shard, _), newest, _ in _parts(plan, current):
         found[newest[0]] = (*found.get(newest[0], ()), shard)
@@ -143,7 +142,7 @@ def owned(plan: Plan, current: Iterable[int]) -> dict[int, tuple[ParamShard, ...
 
 
 def _parts(plan: Plan, current: Iterable[int]) -> Iterator[tuple[ShardPart, list[int], list[int]]]:
-    """Every part that the state is cut into, and which of its ranks are current, and which are not."""
+    """Every part of the state, with the ranks holding it that are current and those that are not."""
     known = set(current)
     for shard in plan.param_shards:
         for part, ranks in enumerate(replica_groups(plan, shard)):
@@ -155,7 +154,7 @@ def _parts(plan: Plan, current: Iterable[int]) -> Iterator[tuple[ShardPart, list
 
 
 def kill(group: WorkerGroup, ranks: Iterable[int]) -> None:
-    """Kills the processes of lost ranks: one that hangs might wake up and write to a checkpoint."""
+    """Kills the processes of lost ranks: one that hangs might wake up later and write to a checkpoint."""
     this_node, lost = ray.get_runtime_context().get_node_id(), set(ranks)
     for rank in lost:
         place = group.places[rank]
@@ -171,7 +170,7 @@ def kill(group: WorkerGroup, ranks: Iterable[int]) -> None:
 
 
 def end_processes(members: Iterable[Member]) -> None:
-    """Ends living ranks that are not needed any more."""
+    """Ends living ranks that are no longer needed."""
     this_node = ray.get_runtime_context().get_node_id()
     for actor, place in members:
         with suppress(Exception):
@@ -183,7 +182,7 @@ def end_processes(members: Iterable[Member]) -> None:
 def _call_living(
     group: WorkerGroup, lost: dict[int, str], method: str, seconds: float, record: Record
 ) -> dict[int, Any]:
-    """Answers of the ranks that are not lost; those that do not answer are added to `lost`."""
+    """The answers of the ranks that are not lost; those that do not answer are added to `lost`."""
     living = [rank for rank in range(len(group.actors)) if rank not in lost]
     refs = {rank: getattr(group.actors[rank], method).remote(group.generation) for rank in living}
     answers, missing = group.gather(refs, seconds)

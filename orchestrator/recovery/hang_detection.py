@@ -1,4 +1,4 @@
-"""How hangs are detected: whether the ranks make progress, and if not, which rank holds them up."""
+"""Detects hangs: whether the ranks make progress, and if not, which of them hold the others up."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, Diagnosis, Positi
 
 AWAITED = {*RECEIVES, *COLLECTIVES}
 SILENT_SECONDS = 2.0  # a healthy rank answers within milliseconds
-REPORT_SECONDS = 2.0  # without progress, until the user sees which rank the run waits for
+REPORT_SECONDS = 2.0  # without progress before the user sees which rank the run waits for
 SLOWER = 10  # an instruction may take this many times its measured seconds longer than elastic.hang_seconds
 
 
 class Stall(NamedTuple):
-    """No rank made progress for `seconds`; once that is too `late`, the ranks `causes` are to be given up."""
+    """No rank has made progress for `seconds`; if `late`, it is a hang and the ranks `causes` are to be given up."""
 
     seconds: float
     late: bool
@@ -34,7 +34,7 @@ class Stall(NamedTuple):
 class HangDetector:
     """Compares the ranks' positions from one check to the next.
 
-    Time counts only while this process runs: on a machine that was suspended no rank is late.
+    Time counts only while this process runs, so that no rank is late after the machine was suspended.
     """
 
     def __init__(self, group: WorkerGroup, hang_seconds: float, first_seconds: float) -> None:
@@ -43,9 +43,9 @@ class HangDetector:
         self.stalled, self.checked, self.stepping = 0.0, time.monotonic(), False
 
     def deadline(self, costs: Costs | None, at: Sequence[tuple[int, Action | None]] = ()) -> float:
-        """Seconds without progress that mean a hang if the ranks to blame are `at` these actions (None: between steps),
-        each with its pipeline rank: the longest of them counts, and the longest instruction of all where one has no
-        measured time. `costs` None: nothing has been measured yet."""
+        """Seconds without progress that mean a hang. `at` has the pipeline rank and the action of each rank to blame
+        (None: between steps); the longest action counts or, if any has no measured time, the longest instruction of
+        all. `costs` None: nothing has been measured yet."""
         if costs is None:
             return max(self.first_seconds, self.hang_seconds)
         seconds = [_action_seconds(costs, pp, action) for pp, action in at]
@@ -93,10 +93,10 @@ class HangDetector:
 
 
 def positions_in_program(plan: Plan, statuses: Sequence[Status]) -> tuple[int, list[Position]]:
-    """(number of the program that the ranks furthest behind are in, every rank's position in it).
+    """(number of the program that the rank furthest behind is in, every rank's position in it).
 
-    An evaluation after `step` steps comes before that step, and its rounds are the steps of its program. Ranks in
-    another program have yet to begin this one, or have left it: they are between steps.
+    An evaluation after `step` steps comes before step `step`, and its rounds count as the steps of its program. Ranks
+    in another program have yet to begin this one or have left it: they are between steps.
     """
     evaluates = [plan.programs[status.program].forward_only for status in statuses]
     places = [(status.step, not inside) for status, inside in zip(statuses, evaluates, strict=True)]
@@ -122,8 +122,8 @@ def positions_in_program(plan: Plan, statuses: Sequence[Status]) -> tuple[int, l
 
 
 def check_answers(group: WorkerGroup, seconds: float) -> Tick:
-    """A tick that raises WorkerError for ranks that have not answered for `seconds`: while state is transferred,
-    nothing else detects a hang."""
+    """A tick that raises WorkerError for ranks that have not answered for `seconds`: nothing else detects a hang while
+    state is transferred."""
     began = time.monotonic()
 
     def check(statuses: dict[int, Status]) -> None:
@@ -140,7 +140,7 @@ def check_answers(group: WorkerGroup, seconds: float) -> Tick:
 def _actions(
     plan: Plan, number: int, positions: Sequence[Position], ranks: Sequence[int]
 ) -> list[tuple[int, Action | None]]:
-    """The pipeline rank and the action of these ranks in a program of the plan; of all ranks if there are none."""
+    """The pipeline rank and current action of each of `ranks` (all if empty) in a program of the plan."""
     found = []
     for rank in ranks or range(plan.mesh.size):
         pp, counter = plan.mesh.coordinates(rank).pp, positions[rank].counter
@@ -149,7 +149,7 @@ def _actions(
 
 
 def _action_seconds(costs: Costs, pp: int, action: Action | None) -> float:
-    """Measured seconds of an action, with the longest transfer or collective that it waits for; 0: not measured."""
+    """Measured seconds of an action, plus the longest transfer or collective that it waits for; 0: not measured."""
     if action is None:
         return 0.0
     own = sum(costs.seconds_on(pp, part) for part in action.parts)
@@ -158,7 +158,8 @@ def _action_seconds(costs: Costs, pp: int, action: Action | None) -> float:
 
 
 def _causes(verdict: Diagnosis, silent: set[int], ranks: int) -> tuple[int, ...]:
-    """Silent ranks, those among the diagnosis's causes if any: data that a frozen process has sent may not have left
-    it, and then its receiver looks like the cause. If all ranks are causes, none is to blame."""
+    """The silent ranks, preferably those among the diagnosis's causes; without any, the diagnosis's causes, or none if
+    they are all ranks. Data that a frozen process has sent may not have left it: its receiver then looks like the
+    cause."""
     causes = tuple(rank for rank in verdict.causes if rank in silent) or tuple(sorted(silent))
     return causes or (() if len(verdict.causes) == ranks else verdict.causes)

@@ -1,6 +1,7 @@
-"""The newest intact checkpoint of a run, from disk to the ranks. The driver compares manifests and sizes, and the ranks
-what they read; what a rank finds damaged, the driver reads as a whole before the run does without it: it may be the
-rank that is wrong."""
+"""Finds the newest intact checkpoint of a run and restores it on the ranks.
+
+The driver checks manifests and sizes, the ranks the checksums of what they read. If a rank finds a checkpoint damaged,
+the driver reads all of it before giving it up: the rank may be wrong."""
 
 from __future__ import annotations
 
@@ -30,24 +31,25 @@ T = TypeVar("T")
 
 
 class NewestIntact:
-    """Of one recovery, or of the start of a run. Storage that does not answer is waited for, `seconds` long."""
+    """The search of one recovery, or of the start of a run. Waits `seconds` for storage that does not answer."""
 
     def __init__(self, bus: EventBus, seconds: float, *, restart: bool) -> None:
-        """`restart`: that all checkpoints are damaged is no error."""
+        """`restart`: it is no error if all checkpoints are damaged."""
         self.bus, self.seconds, self.restart = bus, seconds, restart
-        self.damaged: dict[Location, str] = {}  # as the driver has read them, and why
+        self.damaged: dict[Location, str] = {}  # found by the driver, and why
 
     def saved(self) -> list[int]:
-        """Steps of the checkpoints that count, lowest first."""
+        """Steps of the valid checkpoints, lowest first."""
         return self._answered(partial(looked_up, self.bus.folder.saved, self.seconds))
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint. Raises PentadError if storage cannot do that, or stands still."""
+        """Deletes a checkpoint. Raises PentadError if storage fails or hangs."""
         limit = max(self.seconds, self.bus.folder.config.checkpoint.hang_seconds)
         looked_up(partial(delete_checkpoint, self.bus.folder.checkpoint(step)), limit)
 
     def find(self) -> Checkpoint | None:
-        """Renames newer ones that are damaged. Raises as `recover` does, and if those are gone that the run has had."""
+        """The newest intact checkpoint; damaged newer ones are renamed. Raises as `recover` does, and PentadError if
+        the journal has checkpoints and there are none."""
         folder = self.bus.folder
         read = partial(recover, folder.checkpoints, self.restart, self._open)
         found, refused = self._answered(partial(looked_up, read, self.seconds))
@@ -59,9 +61,10 @@ class NewestIntact:
         return found
 
     def restore(self, group: WorkerGroup, start: Start, tick: Tick | None = None) -> bool:
-        """Whether all ranks hold the state of `start` now. Otherwise it is damaged, and `find` finds another one.
+        """Restores `start` on all ranks. False if that checkpoint is damaged: then `find` finds another one.
 
-        Raises PentadError if a rank cannot read what the driver can, and for a damaged checkpoint of another run.
+        Raises PentadError if a rank finds damaged what the driver finds intact, and for a damaged checkpoint of another
+        run.
         """
         try:
             self._answered(partial(group.restore, start, tick if start.folder is None else self.moving(tick)))
@@ -75,7 +78,7 @@ class NewestIntact:
         return True
 
     def is_intact(self, folder: Location) -> bool:
-        """Reads all of a checkpoint; without one that is damaged `find` will do."""
+        """Reads all of a checkpoint; `find` skips one that is damaged."""
         try:
             self._answered(partial(looked_up, partial(self._read, folder), self.seconds))
         except Unreadable:
@@ -86,7 +89,7 @@ class NewestIntact:
         return True
 
     def moving(self, tick: Tick | None) -> Tick:
-        """A tick that raises PentadError once storage has neither given nor taken anything for too long."""
+        """A tick that raises PentadError once no rank has read or written anything for too long."""
         limit = max(self.seconds, self.bus.folder.config.checkpoint.hang_seconds)
         idle, checked, seen = 0.0, time.monotonic(), dict[int, int]()
 
@@ -112,7 +115,7 @@ class NewestIntact:
         return open_current(self.bus.folder, folder)
 
     def _answered(self, call: Callable[[], T]) -> T:
-        """What the call returns, once the storage answers it."""
+        """The result of the call, repeated while storage does not answer. Raises Unreadable after `seconds`."""
         until, said = time.monotonic() + self.seconds, False
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Plans of ranks that have been placed, or have moved, or are fewer than before."""
+"""Plans for ranks that have been placed, have moved, or have become fewer."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pentad.schedules.spec.plan import Plan
 
 
 def plan_on(config: RunConfig, device: str, *, hosts: tuple[int, ...], expected: Plan) -> Plan:
-    """The plan of ranks that have been placed on these hosts: the `expected` one, if they are as it was made for.
-    Raises PentadError if cluster.transport cannot be used there."""
+    """The plan for ranks placed on these hosts: the `expected` one if its assumptions hold there. Raises PentadError if
+    cluster.transport cannot be used there."""
     if expected.device == device:
         return on_hosts(config, expected, hosts)
     return with_inputs_of(make_plan(config, device, hosts=hosts), expected)
 
 
 def on_hosts(config: RunConfig, plan: Plan, hosts: tuple[int, ...]) -> Plan:
-    """A plan of this configuration for ranks on these hosts, by rank: itself if they are there; with another program
-    if other axes than before are on one host each. Raises PentadError if cluster.transport cannot be used there."""
+    """The plan for ranks on these hosts (by rank): `plan` itself if they are there already, and a new program if the
+    transport along some axis changes. Raises PentadError if cluster.transport cannot be used there."""
     if plan.device == "cpu" or plan.hosts == hosts:
         return plan
     moved = replace(plan, hosts=hosts, transport=transport_of(config, plan.device, hosts))
     if all(moved.transport_along(axis) == plan.transport_along(axis) for axis in ORDER):
         return moved
     units = plan.program.units or (1,) * plan.program.stages
-    its = _with_sizes(config, plan.mesh.dp, plan.mesh.pp)  # of a mesh that may have shrunk
+    its = _with_sizes(config, plan.mesh.dp, plan.mesh.pp)  # the mesh may have shrunk
     return with_inputs_of(make_plan(its, plan.device, hosts=hosts, model=plan.model, units=units), plan)
 
 
@@ -40,8 +40,8 @@ def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
     """The plan of the same run on the largest mesh of at most `ranks` ranks, or None if elastic.min_ranks allows none.
 
     The batch, its samples and its microbatches stay the same: fewer replicas take more microbatches each, and a
-    shorter pipeline splits the layers anew. Of meshes of one size, the one with the longest pipeline: its stages
-    change least. On GPUs its hosts are assumed: `on_hosts` corrects them.
+    shorter pipeline splits the layers anew. Among meshes of the same size, the longest pipeline wins, because its
+    stages change least. On GPUs the hosts are only assumed; `on_hosts` corrects them.
     """
     inner = config.mesh.cp * config.mesh.tp * config.mesh.ep  # stay as they are
     least = config.elastic.min_ranks or config.mesh.size
@@ -60,8 +60,8 @@ def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
 
 
 def _with_sizes(config: RunConfig, dp: int, pp: int) -> RunConfig:
-    """The configuration with the same batch on this many replicas and pipeline ranks. Raises ValidationError or
-    PentadError where that is not possible."""
+    """The configuration with the same batch on `dp` replicas and `pp` pipeline ranks. Raises ValidationError or
+    PentadError if that is impossible."""
     if (dp, pp) == (config.mesh.dp, config.mesh.pp):
         return config
     changed = config.model_dump()

@@ -1,4 +1,4 @@
-"""Ranks that are slow for long (elastic.slow_rank: rebalance): layers that leave them, and the plan for that."""
+"""Moves layers away from ranks that stay slow (elastic.slow_rank: rebalance)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from pentad.schedules.search.layer_moves import LayerMoves
 from pentad.schedules.spec.plan import Plan
 
 AGAIN = 1000  # steps before layers move again because of the same rank
-LEAST_GAIN = 0.02  # of a step's time by simulation, from which layers move
-STEPS = 8  # the newest ones, whose median times are the costs
+LEAST_GAIN = 0.02  # simulated fraction of the step time that a move must save
+STEPS = 8  # newest steps whose median times are the costs
 
 
 class LayerChange(NamedTuple):
-    """The configuration and the plan with other layers per stage, and what the journal says of it."""
+    """The configuration and plan with other layers per stage, and the facts for the journal."""
 
     config: RunConfig
     plan: Plan
@@ -39,15 +39,15 @@ class LayerChange(NamedTuple):
 
 
 class Rebalance:
-    """Moves layers in one run. A rank that is slow is looked at once in a generation, or every AGAIN steps, and so are
-    layers that have moved."""
+    """Moves layers in one run. A slow rank is considered once per generation and AGAIN steps; once layers have moved,
+    their division is reconsidered every AGAIN steps."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup, bus: EventBus) -> None:
         self.config, self.group, self.bus = config, group, bus
-        self.moved: dict[int, int] = {}  # after which step layers have moved because of a rank
-        self.seen: set[tuple[int, ...]] = set()  # generations, thousands of steps, and ranks that have been looked at
+        self.moved: dict[int, int] = {}  # the step after which layers last moved because of a rank
+        self.seen: set[tuple[int, ...]] = set()  # (generation, step // AGAIN, *ranks) already considered
         self.said: set[str] = set()
-        self.looked = 0  # steps when layers were last looked at
+        self.looked = 0  # the step at which layers were last considered
         self.change: LayerChange | None = None  # for the next step boundary
 
     def due(self, full: Plan) -> LayerChange | None:
@@ -66,7 +66,7 @@ class Rebalance:
         return self.change
 
     def take(self) -> LayerChange | None:
-        """The change, which is now made."""
+        """The pending change, if any, which the caller now makes."""
         change, self.change = self.change, None
         if change is not None:
             self.config = change.config
@@ -74,7 +74,7 @@ class Rebalance:
         return change
 
     def cancel(self) -> None:
-        """What was measured no longer holds."""
+        """Drops the pending change: what was measured no longer holds."""
         self.change = None
 
     def _has_moved(self, slow: SlowRank, step: int) -> bool:
@@ -104,7 +104,7 @@ class Rebalance:
 def _found(
     config: RunConfig, plan: Plan, steps: Sequence[tuple[RankTime, ...]]
 ) -> tuple[LayerMoves, Plan, RunConfig] | str:
-    """What moves after these steps, and the plan and configuration with that; or why nothing does."""
+    """The layers that move, judged by these steps, with the resulting plan and configuration; or why none do."""
     if plan.mesh.pp == 1:
         return "mesh.pp is 1, so no other stage can take layers, and all replicas get equally many microbatches"
     moves = find_moves(plan, steps)

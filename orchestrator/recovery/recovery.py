@@ -1,4 +1,4 @@
-"""What the driver does about a fault: the run continues from the newest surviving state, or ends and says why."""
+"""How the driver handles a fault: the run continues from the newest surviving state, or ends and says why."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from pentad.workers.checkpoint.checkpoint import Start
 ATTEMPTS = 5  # faults during one recovery
 MAX_FAULTS_WITHOUT_PROGRESS = 3
 CHECK_SECONDS = 2.0  # between two checks for draining nodes and for room to grow
-# A draining node is left so long before its end, which is enough for a checkpoint, or for a copy in memory; until then
-# its ranks train.
+# How long before its end a draining node is left: enough for a checkpoint, or for a copy in memory. Until then its
+# ranks train.
 LEAVE_SECONDS, LEAVE_SECONDS_BY_COPY = 15.0, 5.0
 DONE = {
     "repair": "repaired",
@@ -41,8 +41,8 @@ DONE = {
 
 
 class Recovery:
-    """The recovery of one run. `recover` and `regroup` put the ranks of `group` together again and return what has
-    survived: the run continues from step `version` of it."""
+    """The recovery of one run. `recover` and `regroup` regroup the ranks of `group` and return the state that has
+    survived: the run continues from its step `version`."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class Recovery:
         self.furthest, self.checked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()  # ranks that are about to end, or to move
         self.announced: set[str] = set()  # nodes whose end has been announced
-        self.wrong: set[tuple[bool, int, str, int]] = set()  # whether to be replaced, and rank, node and GPU then
-        self.fault = self.reason = ""  # why, as the journal has it, and in words
-        self.drain_seconds = 0.0  # until those nodes are gone: Ray moves their bundles no earlier
+        self.wrong: set[tuple[bool, int, str, int]] = set()  # (was replaced, rank, node, GPU) of corrupt ranks
+        self.fault = self.reason = ""  # why ranks leave, for the journal and in words
+        self.drain_seconds = 0.0  # until draining nodes are gone: Ray moves their bundles no earlier
 
     def recover(self, fault: WorkerError, done: int) -> RecoveryState:
-        """After a fault, with the results of `done` steps recorded. Raises the fault when the run cannot or should not
-        continue."""
+        """Recovers from a fault, with the results of `done` steps recorded. Raises the fault if the run cannot or
+        should not continue."""
         self.faults += 1
         # A fault arrives before the results of the call in flight, so progress shows one fault later.
         self.faults_without_progress = self.faults_without_progress + 1 if done <= self.furthest else 1
         self.furthest = max(self.furthest, done)
-        self.evictions.cancel()  # the ranks that are lost need room first
+        self.evictions.cancel()  # lost ranks need the room first
         self.rebalance.cancel()
         is_stuck = self.faults_without_progress > MAX_FAULTS_WITHOUT_PROGRESS
         if is_stuck or self.faults > self.elastic.max_failures or isinstance(fault, CannotRecover):
@@ -84,15 +84,15 @@ class Recovery:
         return self._attempt(fault, done)
 
     def adopt(self, lost: Mapping[int, str], done: int) -> RecoveryState:
-        """Takes over the ranks that a former driver has left, with `done` steps recorded; replaces the `lost` ones."""
+        """Takes over the ranks that a former driver left, with `done` steps recorded; replaces the `lost` ones."""
         for rank, cause in lost.items():
             facts = {"fault": "killed", "detector": "adoption", "cause": cause}
             self.bus.record("lost", generation=self.group.generation, rank=rank, **facts)
         return self._attempt(None, done, RecoveryState(lost=dict(lost)), adopts=True)
 
     def regroup(self, done: int) -> RecoveryState:
-        """At a step boundary: replaces ranks that are about to end or to move, of which there is a checkpoint or a copy
-        in memory; gives ranks other layers or another order, or grows back to the full mesh."""
+        """At a step boundary: replaces ranks that are about to end or to move, whose state is in a checkpoint or a copy
+        in memory; or moves layers, changes the compute order, or grows back to the full mesh."""
         if not self.leaving:
             return self._attempt(None, done)
         text = f"{', '.join(map(self.group.label, self.leaving))} {self.reason}"
@@ -105,15 +105,15 @@ class Recovery:
         return self.recover(fault, done)
 
     def end_generation(self) -> RecoveryState:
-        """What the ranks hold, of which none is lost, once a run ends because one of them fails."""
+        """Fences the ranks, none of which is lost, when a run ends because one of them failed; returns their state."""
         state = RecoveryState()
         fence(self.group, state, self.bus.record)
         return state
 
     def should_regroup(self, statuses: Mapping[int, Status]) -> tuple[int, ...] | None:
         """The ranks that are about to end, by their status or because their node is draining, or that move because they
-        are slow; none of them if a shrunk mesh has room to grow back, or layers or the order are to change; None if all
-        may stay as it is."""
+        are slow. Empty if no rank leaves but a shrunk mesh can grow back, or layers or the order are to change. None if
+        everything can stay as it is."""
         now = time.monotonic()
         if told := [rank for rank, status in statuses.items() if status.leaving]:
             self.leaving, self.drain_seconds = tuple(told), 0.0
@@ -142,7 +142,7 @@ class Recovery:
         return bool(self.replan.due(plan, self.ranks.config) or self.rebalance.due(plan))
 
     def _drain_announced(self, statuses: Mapping[int, Status]) -> None:
-        """Drains nodes whose end elastic.notice announces, once each."""
+        """Drains each node whose end elastic.notice announces, once."""
         for rank, status in statuses.items():
             node = self.group.places[rank].node
             if not status.node_leaving or node in self.announced:
@@ -157,8 +157,8 @@ class Recovery:
     def _attempt(
         self, fault: WorkerError | None, done: int, state: RecoveryState | None = None, *, adopts: bool = False
     ) -> RecoveryState:
-        """Recovers; a fault meanwhile adds to the lost ranks and starts over. Without a fault, the mesh grows, or this
-        driver `adopts` it."""
+        """Recovers; a further fault meanwhile adds to the lost ranks and starts over. Without a `fault`, this driver
+        `adopts` the ranks or makes a planned change."""
         began, state = time.monotonic(), state or RecoveryState()
         state.seconds["detect"] = fault.stalled_seconds if fault else 0.0
         self.bus.set_state("recovering")
@@ -168,7 +168,7 @@ class Recovery:
             try:
                 self.ranks.spares.begin(state.lost)
                 fence(self.group, state, self.bus.record)
-                if state.corrupt:  # steps since the last search may have used what was wrong
+                if state.corrupt:  # steps since the last check may have used wrong data
                     state.current = ()
                     self.ranks.copies.forget()
                 if adopts:
@@ -200,13 +200,13 @@ class Recovery:
             spares=state.spares,
             steps_replayed=max(0, done - state.version),
         )
-        self.checked = time.monotonic()  # the first step goes before new spares
+        self.checked = time.monotonic()  # run the first step before starting new spares
         seconds = self.checked - began
         self.bus.display.note(f"{DONE[how]} after {seconds:.1f} s on {mesh}: continuing from step {state.version}")
         return state
 
     def _change(self, state: RecoveryState) -> str:
-        """What `regroup` does without a fault; returns what that was, as the journal has it."""
+        """Makes the planned change for `regroup` when no rank leaves; returns its name in the journal."""
         if (order := self.replan.take(self.group.plan)) is not None:
             self.rebalance.cancel()
             self.rebalance.config = order.found.config
@@ -216,14 +216,14 @@ class Recovery:
         return self.ranks.grow(state)
 
     def _repair_adopted(self, state: RecoveryState, done: int) -> str:
-        if not is_recordable(state, done):  # the folder is not as the former driver has left it
+        if not is_recordable(state, done):  # the folder is not as the former driver left it
             state.current = ()
         is_full = not state.lost
         how = self.ranks.repair(state, self.elastic.wait_seconds)
         return "adopt" if is_full and how == "repair" else how
 
     def _require_new_place(self, fault: WorkerError) -> None:
-        """Raises the fault of a rank that is wrong if the same remedy, in the same place, has not helped before."""
+        """Raises the fault of a corrupt rank if the same remedy has already failed in the same place."""
         if fault.fault != "corrupt":
             return
         replaces, ranks = bool(fault.lost), fault.lost or (fault.rank,)
@@ -243,7 +243,7 @@ class Recovery:
 
 
 def as_worker_error(group: WorkerGroup, error: PentadError) -> WorkerError:
-    """The error of a recovery that failed, with the ranks that do not answer as lost. Raises it when all answer."""
+    """The error of a failed recovery, with the ranks that do not answer as lost. Raises it if all answer."""
     if isinstance(error, WorkerError):
         return error
     silent, _ = unresponsive(group)

@@ -1,4 +1,4 @@
-"""Puts the ranks together again after a fence: lost ones are replaced, or the mesh shrinks, and later grows back."""
+"""Regroups the ranks after a fence: replaces the lost ones, or shrinks the mesh, which later grows back."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from pentad.workers.replication.source import CopySource
 
 CREATE_SECONDS = 30.0
 RETRY_SECONDS = 0.05
-READS = 2  # of copies in memory that cannot be read, before a checkpoint is
+READS = 2  # attempts to read copies in memory before a checkpoint is read
 
 
 class Regroup:
-    """Regroups the ranks of one run. `group` changes only once all ranks that it will have are there."""
+    """Regroups the ranks of one run. `group` changes only once all its new ranks exist."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Regroup:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.full, self.start, self.copies = full, start, copies
         self.spares = Spares(config.elastic.spares, group, bus)
-        self.record: Callable[[RecoveryState], None] = lambda state: None  # steps that the driver had not heard of
-        self.former: list[Member] = []  # of a larger mesh: no ranks any more, but they may hold parts of the state
+        self.record: Callable[[RecoveryState], None] = lambda state: None  # records steps unknown to the driver
+        self.former: list[Member] = []  # no longer ranks since the mesh shrank, but may hold parts of the state
 
     @property
     def is_full(self) -> bool:
-        """Whether the mesh is the one that was asked for."""
+        """Whether the mesh has its configured size."""
         return self.group.plan.mesh.size == self.full.mesh.size
 
     def can_grow(self) -> bool:
@@ -74,8 +74,8 @@ class Regroup:
         return not self.is_full and len(living_bundles(self.group.placement)) >= self.full.mesh.size
 
     def repair(self, state: RecoveryState, wait_seconds: float) -> str:
-        """Replaces the lost ranks, or shrinks the mesh if there is no room for them within `wait_seconds`; returns
-        which, as the journal has it."""
+        """Replaces the lost ranks, or shrinks the mesh if there is no room for them within `wait_seconds`. Returns the
+        remedy's name in the journal."""
         group = self.group
         with state.timed("place"):
             members = self._members(group.plan, group.bundles, state, wait_seconds)
@@ -91,7 +91,7 @@ class Regroup:
         return self._restore(state, copy)
 
     def grow(self, state: RecoveryState) -> str:
-        """Back to the full mesh; on the present one if a node has left again."""
+        """Grows back to the full mesh; repairs the present one if a node has left again."""
         group, plan, members = self.group, self.full, None
         nodes = living_bundles(group.placement)
         if len(nodes) >= plan.mesh.size:
@@ -107,12 +107,12 @@ class Regroup:
         return "grow"
 
     def move_layers(self, state: RecoveryState, change: LayerChange) -> str:
-        """The same ranks with other layers."""
+        """Gives the same ranks other layers."""
         self._change_plan(state, "rebalanced", change.config, change.plan, change.facts, keep=False)
         return "rebalance"
 
     def change_order(self, state: RecoveryState, change: OrderChange) -> str:
-        """The same ranks, which keep what they hold, with another compute order."""
+        """Gives the same ranks another compute order; they keep their state."""
         self.bus.folder.save_order(change.found.order)
         given = change.found.config, change.found.plan, change.facts
         self._change_plan(state, EVENT, *given, keep=is_complete(self.group.plan, state))
@@ -134,7 +134,7 @@ class Regroup:
             self._restore(state, copy)
 
     def _shrink(self, state: RecoveryState) -> None:
-        """Lays a smaller mesh on the living ranks."""
+        """Puts the living ranks into a smaller mesh. Raises CannotRecover if elastic.min_ranks allows none."""
         group, lost = self.group, state.lost
         living = [rank for rank in range(len(group.actors)) if rank not in lost]
         plan = shrunk_plan(self.config, self.full, len(living))
@@ -156,14 +156,14 @@ class Regroup:
         self._restore(state, copy)
 
     def end_former(self) -> None:
-        """Once all ranks have a state."""
+        """Ends the ranks that the mesh has lost by shrinking, once all others have a state."""
         end_processes(self.former)
         ended = [actor for actor, _ in self.former]
         self.group.spares, self.former = [each for each in self.group.spares if each not in ended], []
 
     def _members(self, plan: Plan, bundles: Sequence[int], state: RecoveryState, seconds: float) -> list[Member] | None:
-        """The ranks of `plan`: in each bundle the living rank, else a spare or a new one on the node where the bundle
-        is or to which Ray moves it. None when not all bundles are on living nodes within `seconds`."""
+        """The ranks of `plan`: in each bundle the living rank, else a spare or a new one on the bundle's node, to which
+        Ray may have moved it. None if not all bundles are on living nodes within `seconds`."""
         group, deadline = self.group, time.monotonic() + seconds
         ranks = enumerate(zip(group.bundles, group.actors, group.places, strict=True))
         found = {bundle: (actor, place) for rank, (bundle, actor, place) in ranks if rank not in state.lost}
@@ -208,8 +208,8 @@ class Regroup:
         *,
         keep: bool = False,
     ) -> None:
-        """Starts a generation of these ranks, which have no state yet and begin to read this copy, or `keep` theirs;
-        some may be on other hosts than before."""
+        """Starts a generation of these ranks, some of which may be on new hosts. They `keep` their state, or have none
+        yet and begin to read the `copy`, if any."""
         group, members = self.group, list(members)
         plan = on_hosts(self.config, plan, numbered(place.node for _, place in members))
         if plan is not group.plan:
@@ -225,13 +225,13 @@ class Regroup:
             group.connect(deadline)
 
     def _receive(self, state: RecoveryState) -> None:
-        """Ranks that are current send the others their state."""
+        """Has current ranks send the others their state."""
         with state.timed("state"):
             self.group.receive(sources(self.group.plan, state.current), state.version, tick=self._check_answers())
 
     def _restore(self, state: RecoveryState, copy: CopySource | None) -> str:
-        """All ranks restore the newest state that is intact: this copy in memory, else a checkpoint, else what the run
-        started from. Returns which, as the journal has it."""
+        """Restores the newest intact state on all ranks: this copy in memory, else a checkpoint, else what the run
+        started from. Returns 'copies' or 'checkpoint', for the journal."""
         with state.timed("state"):
             newest, reads = self._newest(restart=copy is not None), 0
             while True:
@@ -249,7 +249,7 @@ class Regroup:
                     return "checkpoint"
 
     def _has_restored(self, copy: CopySource, state: RecoveryState) -> bool:
-        """Whether all ranks have the state of a copy now. Says why if not."""
+        """Restores a copy on all ranks. If it cannot be read, reports why and returns False."""
         state.version = copy.key.step
         try:
             self.copies.restore(copy, tick=self._check_answers())
@@ -257,13 +257,13 @@ class Regroup:
             self.bus.record("copies unread", generation=self.group.generation, step=state.version, cause=str(error))
             self.bus.display.note(f"the copy of step {state.version} cannot be read: {error}")
             return False
-        if not self.config.elastic.replicate_every:  # otherwise it counts until the next one does
+        if not self.config.elastic.replicate_every:  # otherwise it stays until the next copy
             self.copies.drop(copy.key)
         return True
 
     def _moving(self, state: RecoveryState) -> CopySource | None:
-        """What ranks on another mesh, or with other layers, read their state from: a copy in memory, which is of the
-        newest state if the ranks hold all of it. None if only a checkpoint has it."""
+        """The copy in memory from which ranks on another mesh, or with other layers, read their state: a new one if the
+        ranks hold all of the newest state. None if they must read a checkpoint."""
         if not is_complete(self.group.plan, state):
             return self._find_copy(state)
         with state.timed("state"):
@@ -275,7 +275,7 @@ class Regroup:
         return found
 
     def _find_copy(self, state: RecoveryState) -> CopySource | None:
-        """The newest copy in memory that the living ranks hold all of. Says so if there is none."""
+        """The newest copy in memory that is complete on the living ranks. Reports if there is none."""
         if state.corrupt:
             return None
         living = [actor for rank, actor in enumerate(self.group.actors) if rank not in state.lost]
@@ -287,8 +287,8 @@ class Regroup:
         return found
 
     def _newest_step(self) -> int:
-        """The step of the newest checkpoint, which may be damaged; -1 without one. As the journal has it if the storage
-        does not answer or has none: to go back beyond that would undo steps that are safe."""
+        """The step of the newest checkpoint, which may be damaged; -1 without one. Taken from the journal if storage
+        does not answer or has none: going back beyond that step would undo steps that are safe."""
         with suppress(Unreadable):
             if listed := looked_up(partial(complete_folders, self.bus.folder.checkpoints)):
                 return max(listed)
@@ -301,8 +301,8 @@ class Regroup:
         return NewestIntact(self.bus, self.config.cluster.start_timeout_seconds, restart=restart)
 
     def save(self, state: RecoveryState) -> None:
-        """Writes a checkpoint of the newest state, unless there is an intact one, each part by one of the current ranks
-        that hold it. It counts once the disk keeps the records of its steps. Raises PentadError."""
+        """Writes a checkpoint of the newest state, each part by one current rank, unless there is an intact one. It is
+        committed once the records of its steps are durable. Raises PentadError."""
         began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)
         newest = self._newest(restart=True)
         if state.version in newest.saved():

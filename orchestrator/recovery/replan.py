@@ -1,4 +1,4 @@
-"""The one time that a run changes its compute order, for the costs of its first steps (schedule.replan)."""
+"""Changes a run's compute order once, to suit the costs measured in its first steps (schedule.replan)."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.diagnosis.slow_ranks import WARM_UP
 from pentad.schedules.spec.plan import Plan
 
-STEPS = 8  # whose medians are the costs: three of them may be disturbed
+STEPS = 8  # steps whose medians are the costs: three of them may be disturbed
 Found = Future[ReplannedOrder | str]
 
 
 class OrderChange(NamedTuple):
-    """A configuration, plan and order that ranks change to, and what the journal says of it."""
+    """The configuration, plan and order that the ranks change to, and the facts for the journal."""
 
     found: ReplannedOrder
     facts: dict[str, Any]
 
 
 class Replan:
-    """Replans one run. Looks once, at STEPS steps of the full batch after the first WARM_UP of a generation, which
-    compile kernels and allocate memory. The search runs in a thread beside the driver's."""
+    """Replans one run, once, from STEPS steps of the full batch. They follow the first WARM_UP steps of a generation,
+    which compile kernels and allocate memory. The search runs in a thread of its own."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup, bus: EventBus) -> None:
         self.group, self.bus, self.steps = group, bus, config.run.steps
         self.ramp = sum(stage.steps for stage in config.batch.rampup or ())
         self.over = not replans(config) or config.schedule.order is not None or config.mesh.pp == 1
-        self.generation, self.first = -1, 0  # and its first step of the full batch
+        self.generation, self.first = -1, 0  # `first`: the generation's first step of the full batch
         self.searched: Plan | None = None
         self.search: Found | None = None
         self.change: OrderChange | None = None  # for the next step boundary
 
     def due(self, plan: Plan, config: RunConfig) -> OrderChange | None:
-        """The change that is due at the next step boundary, if any; `plan` is that of the ranks, `config` what it is
-        made of."""
+        """The change that is due at the next step boundary, if any; `plan` is the ranks' plan, made from `config`."""
         if self.over:
             return None
         if self.generation != self.group.generation:
@@ -58,7 +57,7 @@ class Replan:
         return self.change
 
     def take(self, plan: Plan) -> OrderChange | None:
-        """The change of this plan, if there is one, which is now made: no other one follows."""
+        """The change of this plan, if any, which the caller now makes; no other follows."""
         if self.change is None or self.searched is not plan:
             return None
         change, self.change, self.over = self.change, None, True
@@ -84,14 +83,14 @@ class Replan:
 
 
 def in_thread(config: RunConfig, plan: Plan, steps: Sequence[tuple[RankTime, ...]], left: int) -> Found:
-    """`find_order` beside the driver's thread, which a run does not wait for at its end."""
+    """Runs `find_order` in a daemon thread: a run does not wait for it at its end."""
     future: Found = Future()
 
     def search() -> None:
         try:
             future.set_result(find_order(config, plan, steps, left))
         except BaseException as error:
-            future.set_exception(error)  # the driver raises it
+            future.set_exception(error)  # raised by the driver
 
     Thread(target=search, name="replan", daemon=True).start()
     return future

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept beside the newest ones. Needs no Ray."""
+"""Which checkpoints of a run are kept besides the newest ones. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from pentad.workers.checkpoint.retention import listed
 if TYPE_CHECKING:
     from pentad.orchestrator.monitoring.event_bus import EventBus
 
-LOOKUP_SECONDS = 5.0  # in which storage that works has answered
+LOOKUP_SECONDS = 5.0  # working storage answers within this time
 T = TypeVar("T")
 
 
 def rollback_target(config: RunConfig, step: int) -> int | None:
-    """The step to which a spike in `step` takes the run back, None without that policy: the last one of a checkpoint by
-    steps, so that it depends on nothing else."""
+    """The step to which a spike in `step` rolls the run back: the last multiple of checkpoint.every, whatever
+    checkpoints exist. None without the policy."""
     every = config.checkpoint.every
     return step // every * every if config.spikes.policy == "rollback" else None
 
 
 def kept_steps(config: RunConfig, saved: Collection[int], evaluations: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    """The checkpoints to keep of these steps: the best one by the lines of eval.jsonl, the milestones, and the one to
-    which a spike right after the newest takes the run back."""
+    """Which of the `saved` steps to keep: the best by the lines of eval.jsonl, the milestones, and the one to which a
+    spike right after the newest rolls the run back."""
     best, every = best_of(evaluations, config.checkpoint.keep_best, saved), config.checkpoint.keep_every
     target = rollback_target(config, max(saved, default=0))
     kept = [best.step] if best else []
@@ -44,8 +44,8 @@ def kept_steps(config: RunConfig, saved: Collection[int], evaluations: Sequence[
 
 
 def looked_up(read: Callable[[], T], seconds: float = LOOKUP_SECONDS) -> T:
-    """What a read of the checkpoints' storage returns. Raises Unreadable if storage has given nothing for that long, so
-    that nothing waits for one that hangs; a read of all of a checkpoint may take longer."""
+    """The result of a read of the checkpoints' storage. Raises Unreadable if storage has returned nothing for
+    `seconds`, so that nobody waits for one that hangs; reading a whole checkpoint may take longer."""
     result, seen = in_daemon(read), -1
     while seen != activity.chunks:
         seen = activity.chunks
@@ -55,16 +55,16 @@ def looked_up(read: Callable[[], T], seconds: float = LOOKUP_SECONDS) -> T:
 
 
 def saved_steps(bus: EventBus) -> list[int]:
-    """Steps of checkpoints, lowest first; none while they cannot be read, which is no reason to end a run that does
-    without."""
+    """Steps of the checkpoints, lowest first; none while storage does not answer, which should not end a run that can
+    do without."""
     with suppress(Unreadable):
         return looked_up(bus.folder.saved)
     return []
 
 
 def record_committed(bus: EventBus, step: int) -> None:
-    """Writes to the journal that there is a checkpoint of `step` steps, if it lacks that: it was committed when a rank
-    was lost, or when a former driver died. Storage that cannot be read costs the line alone."""
+    """Records the checkpoint of `step` steps in the journal if it is missing there, as when a rank was lost or a driver
+    died while it was committed. Does nothing if storage cannot be read."""
     path = bus.folder.checkpoint(step)
     with suppress(PentadError):
         manifest, found = looked_up(lambda: (read_manifest(path), fingerprint(path)))
@@ -75,8 +75,8 @@ def record_committed(bus: EventBus, step: int) -> None:
 
 
 def open_current(folder: RunFolder, checkpoint: Location) -> Checkpoint:
-    """As `open_checked`; also raises PentadError if the run has gone back to before this checkpoint since: a rank that
-    nobody could reach has committed it afterwards."""
+    """As `open_checked`; also raises PentadError if the run has since gone back to before this checkpoint. Then an
+    unreachable rank of an earlier generation committed it too late."""
     found, events = open_checked(checkpoint), folder.journal()
     generation = found.meta.get("generation", 0)
     known = {tuple(each) for each in found.meta.get("skipped_batches", [])}
@@ -94,8 +94,8 @@ def open_current(folder: RunFolder, checkpoint: Location) -> Checkpoint:
 
 
 def newest_recorded(events: Iterable[dict[str, Any]]) -> int:
-    """Steps of the newest checkpoint that was committed, by the lines of journal.jsonl, and that no rollback has
-    deleted, nor a run that began again has left behind; -1 without one."""
+    """Step of the newest committed checkpoint by the lines of journal.jsonl, apart from those that a rollback has
+    deleted or a restart has abandoned; -1 without one."""
     steps = {-1}
     for event in events:
         if event["event"] == "checkpoint":
@@ -107,8 +107,8 @@ def newest_recorded(events: Iterable[dict[str, Any]]) -> int:
 
 
 def require_listed(root: Location, events: Iterable[dict[str, Any]]) -> None:
-    """Raises PentadError if the run has committed a checkpoint: for a `root` without any, as while a file system is not
-    mounted, or once all were renamed because they are damaged. To begin at the start would undo steps."""
+    """Raises PentadError if the run has committed a checkpoint although `root` has none: the file system may not be
+    mounted, or all were damaged and renamed. Starting from scratch would undo steps."""
     if (step := newest_recorded(events)) < 0:
         return
     if any(entry.state == "refused" for entry in listed(root)):

@@ -1,8 +1,8 @@
-"""Processes that wait to take the place of a lost rank (elastic.spares): they have imported what a rank needs.
+"""Spares (elastic.spares): processes that wait, with all imports done, to take the place of a lost rank.
 
-A spare waits on a node of the ranks, or on one with room for those of another node. It takes no resources there: it
-gets those of the rank whose place it takes, its GPU for example. Until then it holds host memory and no memory of a
-GPU. If its node is lost, so is the spare.
+A spare waits on a node of the ranks, or on one with room for another node's ranks. It reserves no resources: it gets
+those of the rank that it replaces, such as its GPU. Until then it holds host memory but no GPU memory. If its node is
+lost, so is the spare.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MOST_FAILURES = 3  # spares in a row that end before they are ready
 
 
 class Spare(NamedTuple):
-    """On a node, its actor and the pending answer of its last call; without a place until it is ready. It loads as the
-    rank in a `bundle` if that is not -1."""
+    """A spare on a node: its actor, the pending answer of its last call, its place once it is ready (None before), and
+    the bundle as whose rank it loads, or -1."""
 
     node: str
     actor: Any
@@ -34,8 +34,8 @@ class Spare(NamedTuple):
 
 
 class Spares:
-    """The spares of one run: as many as `count` on the nodes of the ranks; None: as many as a node has ranks, on other
-    nodes that have room for them. Some may not be ready."""
+    """The spares of one run: `count` of them on the nodes of the ranks or, if None, as many as the largest node has
+    ranks, on other nodes with room for them. Some may not be ready."""
 
     def __init__(self, count: int | None, group: WorkerGroup, bus: EventBus) -> None:
         self.count, self.group, self.bus = count, group, bus
@@ -43,8 +43,8 @@ class Spares:
         self.number = self.failures = 0
 
     def keep(self) -> None:
-        """Starts those that are missing, notices those that are ready or gone, and ends those on nodes that ranks have
-        left. Never waits."""
+        """Starts missing spares, notes which are ready or gone, and ends those on nodes that ranks have left. Never
+        waits."""
         if self.count == 0:
             return
         self.waiting = [each for spare in self.waiting if (each := self._heard(spare)) is not None]
@@ -62,7 +62,7 @@ class Spares:
         self._show()
 
     def begin(self, lost: Iterable[int]) -> None:
-        """Has those that are ready load as the lost ranks of their nodes, while the other ranks are still fenced."""
+        """Has ready spares load as the lost ranks of their nodes while the other ranks are still being fenced."""
         group, begun = self.group, {spare.bundle for spare in self.waiting}
         for rank, bundle in ((rank, group.bundles[rank]) for rank in lost):
             gone = None if bundle in begun else self._rank_in(bundle)
@@ -70,21 +70,22 @@ class Spares:
                 continue
             if group.plan.device == "cpu" or gone.gpu >= 0:
                 what = group.generation + 1, group.plan, rank, tuple(group.bundles)
-                self.bus.record("spare taken", generation=what[0], rank=rank)  # first: no number is used again
+                self.bus.record("spare taken", generation=what[0], rank=rank)  # first, so that no number is reused
                 group.begun[spare.actor] = what, spare.actor.begin.remote(gone.pid, gone.gpu, *what)
                 self.waiting = [each._replace(bundle=bundle) if each is spare else each for each in self.waiting]
 
     def end_begun(self) -> None:
-        """Ends those that have loaded as ranks and are none: they may hold a GPU that another process gets."""
+        """Ends spares that have loaded as a rank but did not become one: they may hold a GPU that another process
+        gets."""
         for spare in [each for each in self.waiting if each.bundle >= 0]:
             self._remove(spare)
             ray.kill(spare.actor)
         self.group.begun.clear()
 
     def take(self, bundle: int, node: str) -> Spare | None:
-        """A spare that is to be the rank in a bundle, which is on this node by now; its answer is its place. One that
-        is ready, else one that still imports, which is ahead of a new process. None if none is there, or if it is not
-        known which GPU the bundle has."""
+        """A spare that becomes the rank in a bundle, which is now on this node; its answer will be its place. A ready
+        one, else one that is still importing, as that is ahead of a new process. None if there is none or the bundle's
+        GPU is unknown."""
         gone = self._rank_in(bundle)
         if self.group.plan.device == "cuda" and (gone is None or gone.node != node or gone.gpu < 0):
             return None
@@ -103,7 +104,7 @@ class Spares:
         return next(filter(_has_answered, free), None)
 
     def _rank_in(self, bundle: int) -> WorkerPlace | None:
-        """Where the rank was that was started in this bundle, if the bundle has not moved since."""
+        """The place of the rank that was started in this bundle, if the bundle has not moved since."""
         group = self.group
         if bundle not in group.bundles:
             return None
@@ -111,11 +112,11 @@ class Spares:
         return group.places[rank] if group.rooms[rank] == group.placement.find(bundle) else None
 
     def _nodes(self) -> Counter[str] | None:
-        """How many spares each node gets; None if that is not known now."""
+        """How many spares each node gets; None if that is unknown at present."""
         nodes = [place.node for place in self.group.places]
         if self.count is not None:
             return spare_nodes(self.count, nodes)
-        if self.group.plan.device == "cuda":  # it would not be known which GPU is theirs
+        if self.group.plan.device == "cuda":  # it would be unknown which GPU they get
             return Counter()
         rooms = free_rooms(self.group.plan.device)
         return None if rooms is None else standby_nodes(nodes, rooms)
@@ -158,8 +159,8 @@ class Spares:
 
 
 def spare_nodes(count: int, nodes: Sequence[str]) -> Counter[str]:
-    """How many of `count` spares each node gets, by the `nodes` of the ranks: one after another, where there are most
-    ranks for each spare."""
+    """How many of `count` spares each node gets, given the `nodes` of the ranks: each goes to the node with the most
+    ranks per spare."""
     ranks, found = Counter(nodes), Counter[str]()
     for _ in range(count):
         found[min(ranks, key=lambda node: (-ranks[node] / (found[node] + 1), node))] += 1
@@ -167,8 +168,8 @@ def spare_nodes(count: int, nodes: Sequence[str]) -> Counter[str]:
 
 
 def standby_nodes(nodes: Sequence[str], rooms: Mapping[str, int]) -> Counter[str]:
-    """Where as many spares wait as one of the `nodes` of the ranks has at most: on as few other nodes as possible,
-    within their `rooms`."""
+    """How many spares wait on each other node: in all as many as the largest of the ranks' `nodes` has ranks, on as few
+    nodes as their `rooms` allow."""
     left, found = max(Counter(nodes).values()), Counter[str]()
     for node in sorted(rooms.keys() - set(nodes), key=lambda node: (-rooms[node], node)):
         found[node] = min(left, rooms[node])

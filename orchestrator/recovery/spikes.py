@@ -1,4 +1,4 @@
-"""What a run does about steps that its ranks have skipped: it continues, stops, goes back, or fails after too many."""
+"""How a run reacts to steps that its ranks skipped: it continues, stops, rolls back, or fails after too many."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Skipped = tuple[tuple[int, int], ...]  # batches left out, as for `batch_of`
 
 
 class SpikeWatch:
-    """Watches one generation. `spike` is the step because of which the run has to go back, None if there is none."""
+    """Watches one generation. `spike` is the step that requires a rollback, None if there is none."""
 
     def __init__(self, section: SpikesSection, requests: ControlRequests) -> None:
         self.section, self.requests = section, requests
@@ -27,7 +27,7 @@ class SpikeWatch:
         self.in_a_row = 0
 
     def until_spike(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows of steps up to the first one because of which the run has to go back."""
+        """The rows up to and including the first step that requires a rollback; all if there is none."""
         if self.section.policy == "rollback":
             for number, row in enumerate(rows, 1):
                 if row["skipped"]:
@@ -47,12 +47,12 @@ class SpikeWatch:
 
 
 def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) -> int:
-    """Takes the run back to `rollback_target`, from which on the batches up to the spike's are left out.
+    """Rolls the run back to `rollback_target` and skips the batches from there up to and including the spike's.
 
-    Restores the newest checkpoint of at most this many steps and returns its steps: a fault may have prevented that of
-    the target, and the steps between give the same bits again. Later checkpoints are deleted, because their steps no
-    longer count. Raises PentadError after too many rollbacks to the same step, without such a checkpoint, and if
-    storage does not answer.
+    Restores the newest checkpoint that is not later than the target and returns its step. It may be earlier, if a fault
+    prevented the target's own; the steps in between give the same bits again. Later checkpoints are deleted, because
+    their steps no longer count. Raises PentadError after too many rollbacks to the same step, if there is no such
+    checkpoint, and if storage does not answer.
     """
     newest = NewestIntact(bus, config.cluster.start_timeout_seconds, restart=False)
     target, saved = rollback_target(config, spike), newest.saved()
@@ -64,12 +64,12 @@ def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) 
     if min(saved, default=spike) > target:
         found = f"step {spike} is a spike, and there is no checkpoint of at most {target} steps to go back to"
         raise PentadError(f"{found}: expected one, as spikes.policy = rollback keeps from the start of a run")
-    for step in sorted(saved, reverse=True):  # whichever is the newest one if this is cut short, the spike follows it
+    for step in sorted(saved, reverse=True):  # newest first: if this is cut short, the run meets the spike again
         if step > target:
             newest.delete(step)
     checkpoint = newest.find()
     assert checkpoint is not None  # or it has raised
-    # In this order: a run that is killed in between meets the same spike again.
+    # Deletion comes first: a run that is killed in between meets the same spike again.
     plain = [list(each) for each in skipped]
     bus.record("rollback", generation=group.generation, step=spike, to=target, skipped_batches=plain)
     left_out = f"from step {target} on, {spike + 1 - target} batches are left out"
@@ -82,8 +82,8 @@ def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) 
 
 
 def skipped_batches(folder: RunFolder, start: Start) -> Skipped:
-    """Those of the run so far, for one that resumes: from its journal, or from the checkpoint, which may have been
-    copied without it. Both only ever get longer."""
+    """The batches that a resuming run has left out so far: the longer list of its journal's and its checkpoint's, which
+    may have been copied without the journal. Both only ever grow."""
     found = [event["skipped_batches"] for event in folder.journal() if event["event"] == "rollback"]
     if start.folder is not None and start.folder.parent == folder.checkpoints:
         found.append(read_manifest(start.folder).meta.get("skipped_batches", []))

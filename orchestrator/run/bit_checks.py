@@ -1,4 +1,4 @@
-"""Searches for flipped bits (elastic.check_every) between the steps of one generation."""
+"""Checks for flipped bits (elastic.check_every) between the steps of one generation."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from pentad.workers.integrity.result import RankCheck
 
 
 class BitChecks:
-    """The state after `submitted` steps is the newest that ranks have been told to compare, that after `passed` the
-    newest in which they agree."""
+    """The checks of one generation: `submitted` is the step of the newest state that the ranks were told to compare,
+    `passed` that of the newest state in which they agree."""
 
     def __init__(self, section: ElasticSection, group: WorkerGroup, bus: EventBus, first: int) -> None:
         self.every, self.policy, self.group, self.bus = section.check_every, section.check_policy, group, bus
         self.submitted, self.passed = first - 1, -1
 
     def due(self, step: int, *, saves: bool) -> bool:
-        """Whether to search after `step` steps: every `check_every`, and before a checkpoint of them."""
+        """Whether to check after `step` steps: every `check_every` steps, and before each checkpoint."""
         if not self.every or step <= self.submitted:
             return False
         return saves or (step > 0 and step % self.every == 0)
 
     def vouches_for(self, step: int) -> bool:
-        """Whether a checkpoint of this many steps may count."""
+        """Whether a checkpoint of `step` steps may be committed."""
         return not self.every or step <= self.passed
 
     def conclude(self, step: int, checks: Sequence[RankCheck], seconds: float) -> None:
-        """Raises WorkerError for ranks to replace, and PentadError if the run is to end."""
+        """Judges the ranks' answers. Raises WorkerError for ranks to replace, and PentadError if the run is to end."""
         verdict = find_verdict(checks)
         if verdict is None:
             self.passed = step
@@ -56,7 +56,7 @@ class BitChecks:
         self.bus.flipped_bits = f"{verdict.kind}: {text}"
         self.bus.update(verdict=self.bus.flipped_bits)
         if evicts:
-            lost = verdict.ranks if verdict.certain else ()  # else a checkpoint is all that helps
+            lost = verdict.ranks if verdict.certain else ()  # if uncertain, only a checkpoint helps
             raise WorkerError(f"{text} ({ranks})", verdict.ranks[0], text, lost, "corrupt", "check")
         raise PentadError(f"{text} ({ranks}): {self._reason(verdict)}")
 

@@ -62,7 +62,7 @@ def drive(
     origin: Origin | None,
     watchers: Sequence[Watcher] = (),
 ) -> int:
-    """Trains on the cluster of `head`, None: the existing one, and returns the number of steps done. A run without an
+    """Trains on the cluster of `head` (None: the existing one) and returns the number of steps done. A run without an
     intact checkpoint starts from `origin` (None: found here). `watchers` are notified after those of `monitored`."""
     with ExitStack() as stack:
         room = stack.enter_context(reserved_or_left(config, plan, head, display, runner))
@@ -99,7 +99,7 @@ def drive(
 def evaluate_on(
     config: RunConfig, plan: Plan, start: Start, head: LocalHead | None, runner: str, display: Display
 ) -> list[dict[str, Any]]:
-    """Evaluates the weights of a checkpoint on the cluster of `head`, None: the existing one."""
+    """Evaluates the weights of a checkpoint on the cluster of `head` (None: the existing one)."""
     timeout = config.cluster.start_timeout_seconds
     with ExitStack() as stack:
         room = stack.enter_context(reserved(config, plan, head, display))
@@ -120,12 +120,12 @@ def evaluate_on(
 
 
 def _started(config: RunConfig, room: Room, bus: EventBus, began: Beginning, runner: str) -> WorkerGroup:
-    """New ranks, which have no state yet."""
+    """Starts new ranks, which have no state yet."""
     timeout, generation = config.cluster.start_timeout_seconds, began.facts["generation"]
     options = {"runner": runner, "generation": generation, "lease": room.lease, "progress": bus.display.phase}
     group = WorkerGroup.start(room.plan, room.placement, timeout, **options)
     try:
-        bus.on_first_step = room.cluster.start_dashboard  # later, because ranks need the CPU while they start
+        bus.on_first_step = room.cluster.start_dashboard  # not earlier: ranks need the CPU while they start
         bus.record("place", generation=generation, ranks=_ranks(group))
         key = "run.folder" if config.checkpoint.path is None else "checkpoint.path"
         group.check_folder(bus.folder.checkpoints, key)
@@ -136,8 +136,8 @@ def _started(config: RunConfig, room: Room, bus: EventBus, began: Beginning, run
 
 
 def _restore(config: RunConfig, group: WorkerGroup, bus: EventBus, began: Beginning, origin: Origin | None) -> Start:
-    """Gives the ranks the state that the run begins with; returns that. Where they find a checkpoint damaged, it is the
-    next older one."""
+    """Gives the ranks the state that the run begins with, and returns that. If they find a checkpoint damaged, it is
+    the next older one."""
     restart, seconds = config.checkpoint.restart_if_damaged, config.cluster.start_timeout_seconds
     newest, start = NewestIntact(bus, seconds, restart=restart), began.start
     while not newest.restore(group, start):
@@ -148,13 +148,13 @@ def _restore(config: RunConfig, group: WorkerGroup, bus: EventBus, began: Beginn
         else:
             start = _start_of(config, origin or origin_of(config), bus.folder)
             bus.display.note(_starting(start))
-    if start != began.start:  # only now: a run that ends here, without an intact checkpoint, keeps its metrics
+    if start != began.start:  # only now: a run that ends above, without an intact checkpoint, keeps its metrics
         bus.rewind(start.step)
     return start
 
 
 def _starting(start: Start) -> str:
-    """How a run begins that has no checkpoint of its own."""
+    """A sentence on how a run without a checkpoint of its own begins."""
     return f"starting from {start.folder or 'the initial weights'} at step {start.step}"
 
 
@@ -166,8 +166,8 @@ def _run_generations(
     start: Start,
     parked: Parked | None = None,
 ) -> int:
-    """Runs steps from `start` on, or from where a former driver has `parked` the ranks, one generation after another,
-    until all are done or the run is stopped; returns how many are done."""
+    """Runs steps from `start` on, or from where a former driver left the `parked` ranks, one generation after another,
+    until all are done or the run is stopped. Returns how many are done."""
     drawn = list[Future[None]]()
     with ThreadPoolExecutor(1, "timelines") as thread:
         draw = lambda history: drawn.append(thread.submit(_write_timelines, bus, history))  # noqa: E731
@@ -186,15 +186,15 @@ def _run_in_turn(
     parked: Parked | None,
     draw: Callable[[History], None],
 ) -> int:
-    """`_run_generations`; `draw` draws the timelines of one beside the next, which would wait for seconds with many
-    ranks."""
+    """The loop of `_run_generations`. `draw` draws a generation's timelines while the next one runs: with many ranks it
+    takes seconds."""
     copies = GroupCopies(group, parked.token if parked else None, config.elastic.failure_domain)
     recovery = Recovery(config, group, bus, requests, start, copies, full=parked and parked.full)
     first = saved = bus.view.step if parked else start.step
     if parked is not None:
         saved = max((step for step in saved_steps(bus) if step <= first), default=-1)
     elif rollback_target(config, first) == 0 and first not in saved_steps(bus):
-        saved = -1  # the initial weights are something to go back to as well
+        saved = -1  # a rollback needs a checkpoint of the initial weights too
     saved_at, shown, hanging = time.monotonic(), None, None
     while True:
         record_committed(bus, saved)
@@ -228,7 +228,7 @@ def _run_in_turn(
 
 
 def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | None:
-    """Runs the steps of a generation; returns with what the next one begins, None if there is none."""
+    """Runs the steps of a generation; returns the state that the next one begins with, None if there is none."""
     fault: WorkerError | None = None
     try:
         bus.set_state("running")
@@ -249,14 +249,14 @@ def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | 
 
 
 def _record_surviving(steps: StepLoop, state: RecoveryState) -> None:
-    """Records the steps and evaluations that the ranks had completed, and the driver had not heard of."""
+    """Records steps and evaluations that the ranks completed without the driver having heard of them."""
     replayed = sorted(step for step in state.results if steps.done <= step < state.version)
     evaluations = {step: each for step, each in state.evaluations.items() if step <= state.version}
     steps.add([list(state.results[step].values()) for step in replayed], evaluations)
 
 
 def _save_surviving(steps: StepLoop, recovery: Recovery, bus: EventBus) -> None:
-    """Saves the newest steps before a rank's refusal ends the run. Where that is not possible, a note says so."""
+    """Saves the newest state before a rank's refusal ends the run; a note says so if that fails."""
     try:
         state = recovery.end_generation()
         _record_surviving(steps, state)
@@ -270,7 +270,7 @@ def _save_surviving(steps: StepLoop, recovery: Recovery, bus: EventBus) -> None:
 
 
 def _write_timelines(bus: EventBus, history: History) -> None:
-    """Without them the run is still complete, so a full disk costs a note."""
+    """Writes the timelines and the expert load. The run is complete without them, so a full disk costs only a note."""
     try:
         bus.folder.timelines(history.timeline, history.costs, history.program, history.plan)
         bus.folder.eval_timeline(history.eval_timeline)
@@ -281,8 +281,8 @@ def _write_timelines(bus: EventBus, history: History) -> None:
 
 
 class Beginning(NamedTuple):
-    """`step` steps are recorded; `start` is what the run goes back to if all else is lost. `facts` are for the journal:
-    the generation, the checkpoint, and the keys that have changed."""
+    """Where a run begins: `step` steps are recorded, and `start` is what it falls back to if all else is lost. `facts`
+    are for the journal: the generation, the checkpoint, and the keys that have changed."""
 
     step: int
     start: Start
@@ -290,17 +290,17 @@ class Beginning(NamedTuple):
 
 
 def _resume(config: RunConfig, folder: RunFolder, display: Display, origin: Origin | None) -> Beginning:
-    """From the newest checkpoint, of which the ranks will read the content, or as a new run.
+    """Begins from the newest checkpoint, whose contents the ranks will read, or as a new run.
 
-    Newer checkpoints that are damaged are renamed, and their steps run again. Raises PentadError if all are damaged or
-    gone, unless checkpoint.restart_if_damaged, and if one cannot be read.
+    Damaged newer checkpoints are renamed and their steps run again. Raises PentadError if all are damaged or gone,
+    unless checkpoint.restart_if_damaged is set, and if one cannot be read.
     """
     restart = config.checkpoint.restart_if_damaged
     found = recover(folder.checkpoints, restart, partial(open_current, folder))
     if found.checkpoint is None and not found.refused and not restart:
         require_listed(folder.checkpoints, folder.journal())
     known = _generations(folder)
-    if found.checkpoint:  # perhaps of a run whose folder is gone
+    if found.checkpoint:  # the run's folder, with its journal, may be gone
         known.append(found.checkpoint.meta.get("generation", 0))
     for aside, reason in found.refused:
         display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
@@ -326,7 +326,7 @@ def _resume(config: RunConfig, folder: RunFolder, display: Display, origin: Orig
 
 
 def _adopt(config: RunConfig, folder: RunFolder, parked: Parked, origin: Origin | None) -> Beginning:
-    """With the ranks that a former driver has left; reads no checkpoint."""
+    """Begins with the ranks that a former driver left; reads no checkpoint."""
     group = parked.group
     if group.plan is not folder.plan:
         folder.replan(group.plan)
@@ -340,7 +340,7 @@ def _adopt(config: RunConfig, folder: RunFolder, parked: Parked, origin: Origin 
 
 
 def _start_of(config: RunConfig, origin: Origin, folder: RunFolder) -> Start:
-    """What a new run starts from, with what it keeps of that in its folder."""
+    """What a new run starts from. Copies the origin's files into the run's folder, and imports a LoRA adapter there."""
     origin_folder = origin.start.folder if origin.base is None else location(origin.base.folder)
     if origin_folder is not None:
         folder.keep_files(origin_folder)
@@ -353,7 +353,7 @@ def _start_of(config: RunConfig, origin: Origin, folder: RunFolder) -> Start:
 
 
 def _generations(folder: RunFolder) -> list[int]:
-    """All that the journal knows, and the newest one."""
+    """The folder's newest generation and all those in the journal."""
     return [folder.generation, *(row.get("generation", 0) for row in folder.journal())]
 
 
@@ -378,7 +378,7 @@ def _failures_recorded(bus: EventBus) -> Iterator[None]:
 
 
 def _record_failure(bus: EventBus, details: str = "", **facts: Any) -> bool:
-    """Whether the disk has taken it: it may be full, which is perhaps the failure itself."""
+    """Records a failure. False if the disk does not take it: a full disk may be the failure itself."""
     try:
         if details:
             bus.folder.files.replace(bus.folder.path / FAILURE, details.encode())

@@ -1,4 +1,4 @@
-"""`pentad eval`: evaluates a checkpoint alone, on a mesh of its own."""
+"""`pentad eval`: evaluates a checkpoint outside of training, on a mesh of its own."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from pentad.workers.hf.kept_files import FOLDER
 from pentad.workers.hf.names import CONFIG as HF_CONFIG
 from pentad.workers.hf.names import MODEL_FILE
 
-IMPORTED_LENGTH = 2048  # tokens of a sequence, if the model was trained on more
+IMPORTED_LENGTH = 2048  # most tokens of a sequence for an imported model
 
 
 def eval_config(
     checkpoint: Checkpoint, data: Sequence[str], sequences: int | None, overrides: Sequence[str]
 ) -> RunConfig:
-    """The configuration that evaluates a checkpoint: that of its run, or for an imported model a single rank.
+    """The configuration that evaluates a checkpoint: its run's, or one of a single rank for an imported model.
 
-    `data` are corpora, PATH or NAME=PATH; without any, those of the run. Raises PentadError.
+    `data` are corpora, PATH or NAME=PATH; if empty, the run's. Raises PentadError.
     """
     home = home_of(checkpoint.folder)
     sections: dict[str, Any] = {"checkpoint": {"keep_best": False}, "eval": {}}
@@ -59,13 +59,13 @@ def eval_config(
 
 def _named(data: str) -> dict[str, str]:
     name, equals, path = data.partition("=")
-    if not equals or set(name) & {"/", ":"}:  # a path that has an =, such as the options of a URI
+    if not equals or set(name) & {"/", ":"}:  # the = is part of the path, such as an option of a URI
         name, path = "", data
     return {"name": name or name_of(path), "path": path}
 
 
 def _imported(checkpoint: Checkpoint, home: Path) -> dict[str, Any]:
-    """A configuration for an imported model, of one rank and one sequence at a time."""
+    """A configuration for an imported model: one rank, one sequence at a time."""
     model = checkpoint.meta.get("model") or read_file(home / MODEL_FILE).values["model"]
     return {
         "run": {"name": "eval", "steps": 1},
@@ -76,7 +76,7 @@ def _imported(checkpoint: Checkpoint, home: Path) -> dict[str, Any]:
 
 
 def _positions(home: Path) -> int:
-    """The longest sequence that an import was trained on, if its config.json says so."""
+    """The longest sequence of an imported model by its config.json, else IMPORTED_LENGTH."""
     try:
         found = json.loads((home / FOLDER / HF_CONFIG).read_text(encoding="utf-8"))["max_position_embeddings"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -85,9 +85,9 @@ def _positions(home: Path) -> int:
 
 
 def evaluate(config: RunConfig, checkpoint: Checkpoint, display: Display, runner: str = RUNNER) -> list[dict[str, Any]]:
-    """Evaluates the weights of a checkpoint: a row as in eval.jsonl for each data set. Changes no file.
+    """Evaluates the weights of a checkpoint: returns a row as in eval.jsonl for each data set. Changes no file.
 
-    Raises PentadError for a user's mistake and WorkerError when a rank fails; no process is left.
+    Raises PentadError for a user's mistake and WorkerError if a rank fails. Leaves no process behind.
     """
     display.phase("checking the data and planning")
     lora = lora_of(checkpoint.meta)

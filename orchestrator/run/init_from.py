@@ -34,7 +34,7 @@ from pentad.workers.hf.names import MODEL_FILE
 if TYPE_CHECKING:
     from pentad.workers.hf.exporter import ExportRequest
 
-# Keys of the model section that decide no tensor's shape.
+# Keys of the model section that do not affect tensor shapes.
 _WITHOUT_TENSORS = {
     *("family", "rope_theta", "rope_scaling", "norm_eps", "mtp_loss_weight", "sliding_window", "layer_types"),
     *("rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
@@ -42,9 +42,9 @@ _WITHOUT_TENSORS = {
 
 
 class Origin(NamedTuple):
-    """What a new run starts from, and the keys of its configuration that differ from the run before. With LoRA the
-    checkpoint is the `base` with the frozen weights, and the adapters start from those of PEFT in the folder `adapter`,
-    or from their initial values. Moments have seen `moment_offset` more updates than the run counts as done."""
+    """What a new run starts from, and the configuration keys that differ from the earlier run. With LoRA the checkpoint
+    is the `base` with the frozen weights, and the adapters start from the PEFT adapters in the folder `adapter`, or
+    from their initial values. The moments have seen `moment_offset` more updates than the run has steps done."""
 
     start: Start
     changes: Changes
@@ -54,10 +54,10 @@ class Origin(NamedTuple):
 
 
 def origin_of(config: RunConfig) -> Origin:
-    """What the run starts from while it has no checkpoint of its own.
+    """What a run without a checkpoint of its own starts from.
 
-    Reads and verifies the checkpoint of `run.init_from`, and the adapters of `lora.init_from`. Raises PentadError if
-    there is none, or its model is another.
+    Reads and verifies the checkpoint of `run.init_from` and the adapters of `lora.init_from`. Raises PentadError if one
+    is missing or belongs to a different model.
     """
     run = config.run
     if run.init_from is None:
@@ -68,7 +68,7 @@ def origin_of(config: RunConfig) -> Origin:
         raise PentadError(f"run.init_from is '{run.init_from}', whose checkpoints are adapters: expected {expected}")
     home = home_of(checkpoint.folder)
     before = _model_of(checkpoint, home)
-    if config.lora_spec is not None:  # which leaves out the layers of multi-token prediction
+    if config.lora_spec is not None:  # LoRA leaves out the layers of multi-token prediction
         before = before.model_copy(update={"mtp_layers": config.model.mtp_layers})
     _require_same_tensors(config.model, before, run.init_from)
     step = checkpoint.step if run.init_step else 0
@@ -87,8 +87,8 @@ def origin_of(config: RunConfig) -> Origin:
 
 
 def start_notes(config: RunConfig, origin: Origin | None) -> Iterator[str]:
-    """What a new run should not overlook: keys of its model that differ from those of the weights that it starts from,
-    and data that was not built with their tokenizer. Without an `origin` its own folder may hold an import."""
+    """Notes on what a user should not overlook in a new run: model keys that differ from those of the weights that it
+    starts from, and data not built with their tokenizer. Without an `origin` its own folder may hold an import."""
     if origin is None:
         home, named = path_of(config), f"the import in {path_of(config)}"
         file = home / MODEL_FILE
@@ -100,7 +100,7 @@ def start_notes(config: RunConfig, origin: Origin | None) -> Iterator[str]:
             return
         home, named, changes = home_of(taken), f"run.init_from = {config.run.init_from}", origin.changes
     for key, (old, new) in changes.items():
-        if key.startswith("model.") and key != "model.head_dim":  # which may be given, or follow from other sizes
+        if key.startswith("model.") and key != "model.head_dim":  # head_dim may be given or follow from other sizes
             yield from _differences(key, old, new, named)
     if note := _other_tokenizer(config, home / FOLDER / TOKENIZER_FILE):
         yield note
@@ -115,7 +115,7 @@ def _differences(key: str, old: Any, new: Any, named: str) -> Iterator[str]:
 
 
 def _other_tokenizer(config: RunConfig, file: Path) -> str | None:
-    """What to say if tokens of the data have other ids, or none, in the tokenizer that came with the weights."""
+    """A note if tokens of the data have other ids, or none, in the tokenizer that came with the weights."""
     from pentad.workers.data.tokenizer import load_tokenizer  # imports tokenizers
 
     data = config.data.spec
@@ -125,7 +125,7 @@ def _other_tokenizer(config: RunConfig, file: Path) -> str | None:
         return None
     try:
         ids, known = (load_tokenizer(each).get_vocab() for each in (corpus, file))
-    except PentadError:  # of a newer version of tokenizers, perhaps
+    except PentadError:  # perhaps written by a newer version of tokenizers
         return None
     other = sum(known.get(token) != number for token, number in ids.items())
     found = f"{source.key} is {source.path}: {other:,} of its {len(ids):,} tokens are not those of the tokenizer"
@@ -139,7 +139,7 @@ def _model_changes(before: ModelSection, now: ModelSection) -> Changes:
 
 
 def _adapter(config: RunConfig, lora: LoraSpec, home: Path) -> Path | None:
-    """The folder of `lora.init_from`, if any. Raises PentadError unless it has adapters for the model in `home`."""
+    """The folder of `lora.init_from`, if set. Raises PentadError unless it has adapters for the model in `home`."""
     if config.lora.init_from is None:
         return None
     from pentad.workers.hf.peft import read_adapter  # imports torch
@@ -150,15 +150,15 @@ def _adapter(config: RunConfig, lora: LoraSpec, home: Path) -> Path | None:
 
 
 def adapter_request(config: RunConfig, home: Path) -> ExportRequest:
-    """What reading an adapter needs to know of its base model; `home` has the files that came with that."""
+    """What reading an adapter needs to know about its base model; `home` has the files that came with that model."""
     from pentad.workers.hf.exporter import ExportRequest  # imports torch
 
     return ExportRequest(config.model.family, config.model.spec, 0, read_files(home / FOLDER))
 
 
 def with_base(plan: Plan, base: LoraBase | None) -> Plan:
-    """The plan of a LoRA run with the checkpoint of its frozen weights, which is read and verified; other plans stay as
-    they are. Raises PentadError if it is gone, damaged or another one."""
+    """The plan of a LoRA run with the checkpoint of its frozen weights, which is read and verified; other plans are
+    returned unchanged. Raises PentadError if the checkpoint is gone, damaged or a different one."""
     if plan.lora is None or base is None:
         return plan
     open_base(base)
@@ -166,7 +166,7 @@ def with_base(plan: Plan, base: LoraBase | None) -> Plan:
 
 
 def _model_of(checkpoint: Checkpoint, home: Path) -> ModelSection:
-    """The model section of the run or import that a checkpoint is part of."""
+    """The model section of the run or import that a checkpoint belongs to."""
     section: Any = checkpoint.meta.get("model")
     for name in (CONFIG, MODEL_FILE):
         if section is None and (home / name).is_file():
@@ -181,8 +181,8 @@ def _section(file: Path) -> Any:
 
 
 def _require_same_tensors(now: ModelSection, before: ModelSection, name: str) -> None:
-    """Raises PentadError unless the two models have the same tensors: rotary embedding and losses may differ. The ranks
-    compare the tensors of custom models."""
+    """Raises PentadError unless the two models have the same tensors; rotary embedding and losses may differ. For
+    custom models the ranks compare the tensors."""
     if now.custom == before.custom and (now.custom or _tensor_shapes(now) == _tensor_shapes(before)):
         return
     old, new = before.model_dump(), now.model_dump()
@@ -192,7 +192,7 @@ def _require_same_tensors(now: ModelSection, before: ModelSection, name: str) ->
 
 
 def _tensor_shapes(section: ModelSection) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors; the routing biases, which are the same in every layer with experts, stand for one."""
+    """The shapes of all tensors; one entry stands for the routing biases, which are alike in every MoE layer."""
     spec = section.spec
     shapes = {tensor.name: tensor.shape for tensor in tensors(spec)}
     if spec.experts is not None and spec.experts.has_bias:

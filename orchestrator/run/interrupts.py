@@ -1,5 +1,5 @@
-"""What stops a run early: Ctrl-C, SIGTERM and a closed terminal (SIGHUP), the first after the steps in flight, the
-second at once; and a user's function, called after each step, that raises."""
+"""What stops a run early: Ctrl-C, SIGTERM and a closed terminal (SIGHUP), where the first signal waits for the steps in
+flight and the second does not; or a user's per-step callback that raises."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OnStep = Callable[[dict[str, Any]], object]
 
 
 class Interrupts:
-    """Handles the signals while used in a `with`; off the main thread it handles none, and it leaves SIGHUP ignored if
-    it is, as under nohup.
+    """Handles the signals inside a `with` block. Handles none outside the main thread, and leaves SIGHUP alone if it is
+    ignored, as under nohup.
 
-    The first calls `stop`. Until that is set, and at the second signal, KeyboardInterrupt is raised in the main thread,
-    and further signals are ignored during the clean-up. After SIGHUP what was meant for the terminal goes nowhere,
+    The first signal calls `stop`. A second one, or any before `stop` is set, raises KeyboardInterrupt in the main
+    thread; further ones are ignored during the clean-up. After SIGHUP, output meant for the terminal is discarded,
     because writing to a closed one fails.
     """
 
@@ -32,7 +32,7 @@ class Interrupts:
         self.stop: Callable[[], None] | None = None
         self.requested = False
         self.before: dict[int, Any] = {}
-        self.terminals: list[int] = []  # of the standard streams
+        self.terminals: list[int] = []  # those of the standard streams
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -47,7 +47,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def stop_run(self) -> None:
-        """What the first signal does once steps run."""
+        """Stops the run as the first signal does once steps run."""
         if self.stop is not None:
             self.stop()
 
@@ -76,8 +76,8 @@ class StopTraining(Exception):
 
 
 class StepCallback(Watcher):
-    """Calls `on_step` with each row of metrics.jsonl, in the driver's main thread. Its first exception calls `stop` and
-    ends the calls; `raised` then raises it."""
+    """Calls `on_step` with each row of metrics.jsonl, in the driver's main thread. On its first exception it calls
+    `stop` and makes no further calls; `raised` raises the exception later."""
 
     def __init__(self, on_step: OnStep, stop: Callable[[], None]) -> None:
         self.on_step, self.stop = on_step, stop
@@ -94,8 +94,8 @@ class StepCallback(Watcher):
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Raises the function's exception when the block is over, unless it is StopTraining. An error of the block
-        itself comes first, and names the function's as its cause."""
+        """Raises the callback's exception, unless it is StopTraining, at the end of the block. An error of the block
+        itself takes precedence, with the callback's as its cause."""
         try:
             yield
         except Exception as error:

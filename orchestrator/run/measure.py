@@ -22,14 +22,14 @@ from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.results import Evaluation, LossSum, StepResult, total_load
 
-COST_STEPS = 10  # steps whose spans costs are measured from
+COST_STEPS = 10  # steps from whose spans costs are measured
 
 
 class History:
     """The steps of one generation so far. `costs` are guessed until every op of the program has been measured.
 
-    `offsets[rank]` seconds convert a rank's times to the driver's clock; `keep` is the number of
-    steps in `timeline`. `program` is the number of what the last step has run, in the plan's programs.
+    `offsets[rank]` seconds convert a rank's times to the driver's clock; `keep` is the number of steps in `timeline`;
+    `program` is the index, in the plan's programs, of the one that the last step ran.
     """
 
     def __init__(
@@ -38,27 +38,27 @@ class History:
         self.plan, self.generation, self.keep, self.device_name = plan, generation, keep, device_name
         self.offsets = offsets or (0.0,) * plan.mesh.size
         self.recent: deque[tuple[Span, ...]] = deque(maxlen=max(keep, COST_STEPS))
-        self.program, self.since = 0, 0  # and how many steps have run it
+        self.program, self.since = 0, 0  # `since`: how many steps in a row have run it
         self.recent_evaluations: deque[tuple[Span, ...]] = deque(maxlen=keep)
         self.costs = costs_of(plan)
-        self.events: dict[int, Events] = {}  # of the programs that have run, by number
-        self.planned: dict[int, float] = {}  # their bubbles with these costs
+        self.events: dict[int, Events] = {}  # by index of the programs that have run
+        self.planned: dict[int, float] = {}  # their bubbles with `costs`
         self.measured: Costs | None = None
         self.end: float | None = None
 
     @property
     def timeline(self) -> Timeline:
-        """The last `keep` steps, measured, without those of another program."""
+        """The last `keep` steps as measured, without those of another program."""
         return self._last(min(self.keep, self.since))
 
     @property
     def eval_timeline(self) -> Timeline:
-        """The last rounds of the last `keep` evaluations, measured."""
+        """The last rounds of the last `keep` evaluations, as measured."""
         return Timeline("measured", tuple(chain.from_iterable(self.recent_evaluations)))
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
-        """Adds the results of a call, [rank][step]; returns the row of each step, without `total_tokens`,
-        but with its `rank_times`, `expert_load`, `expert_slots` and `profile`.
+        """Adds the results of a call, [rank][step]; returns the row of each step, without `total_tokens` but with
+        `rank_times`, `expert_load`, `expert_slots` and `profile`.
 
         The results of lost ranks may be missing.
         """
@@ -74,14 +74,15 @@ class History:
         return [self._row(*each) for each in zip(steps, spans, strict=True)]
 
     def add_evaluation(self, results: Sequence[Evaluation]) -> tuple[Span, ...]:
-        """Adds an evaluation, by rank, whose time is not part of the next step; returns the spans of its last round."""
+        """Adds the results of an evaluation, by rank; its time is not part of the next step. Returns the spans of its
+        last round."""
         self.pause()
         spans = self._spans(results)
         self.recent_evaluations.append(spans)
         return spans
 
     def pause(self) -> None:
-        """The next step does not directly follow the last, so the time between them is not part of it."""
+        """Excludes the time until the next step from that step, because it does not directly follow the last."""
         self.end = None
 
     def _planned_bubble(self, number: int) -> float:
@@ -105,8 +106,8 @@ class History:
         )
 
     def _z_losses(self, step: Sequence[StepResult], tokens: int) -> dict[str, float | None]:
-        """The weighted z-losses, which are not part of the loss, where there are any: per target token, and of the
-        routers per token, added up over layers."""
+        """The weighted z-losses, if any, which are not part of `loss`: the logits' per target token, and the routers'
+        per token, summed over layers."""
         found, experts = dict[str, float | None](), self.plan.model.experts
         if weight := self.plan.optimizer.z_loss:
             squares = max(result.squared_lse for result in step)
@@ -157,7 +158,7 @@ class History:
         return times_of_step(self.plan.programs[step[0].program], self.plan.mesh, spans, waits)
 
     def _profile(self, step: Sequence[StepResult], spans: tuple[Span, ...]) -> dict[str, StepProfile]:
-        """That of a step in metrics.profile_steps, of the ranks whose results are known."""
+        """The profile of a step in metrics.profile_steps, from the ranks whose results are known."""
         ranks = {result.spans[0].rank: result.profile for result in step if result.profile is not None}
         if not ranks:
             return {}
@@ -166,7 +167,7 @@ class History:
         return {"profile": StepProfile(step[0].step, spans, ranks, names, offsets)}
 
     def _sources(self, step: Sequence[StepResult]) -> dict[str, Any]:
-        """Loss and target tokens by source, where there are several."""
+        """Loss and target tokens by source, if there are several."""
         if len(self.plan.data.sources) == 1:
             return {}
         pairs = zip(self.plan.data.sources, source_losses(step), strict=True)
@@ -179,7 +180,7 @@ def _source_row(part: LossSum) -> dict[str, Any]:
 
 
 def source_losses(step: Sequence[StepResult]) -> tuple[LossSum, ...]:
-    """By source; every rank that has the losses has them all."""
+    """The losses by source; every rank that has any has them all."""
     return next(result.sources for result in step if result.sources)
 
 
@@ -189,14 +190,14 @@ def target_tokens(step: Sequence[StepResult]) -> int:
 
 
 def mean_loss(step: Sequence[StepResult]) -> float:
-    """Loss per target token, summed in ascending order of microbatches, so that every mesh gets the same bits; 0 if no
-    token of the step counts."""
+    """Loss per target token, summed in ascending order of microbatches, so that every mesh gets the same bits; 0 for a
+    step without target tokens."""
     losses = {number: loss for result in step for number, loss in result.losses.items()}
     return sum(losses[number] for number in sorted(losses)) / max(1, target_tokens(step))
 
 
 def finite(value: float) -> float | None:
-    """None, JSON's null, for an infinity or NaN."""
+    """The value, or None (JSON's null) for infinities and NaN."""
     return value if math.isfinite(value) else None
 
 

@@ -16,13 +16,13 @@ from pentad.orchestrator.doctor.nodes import examine_placement
 from pentad.orchestrator.monitoring.display import Display
 from pentad.schedules.ir.errors import PentadError
 
-GPU_SECONDS = 5.0  # that GPUs burn; cores do not
-LEFT_OUT = ("disk",)  # it takes long, and no node would be left out for it
+GPU_SECONDS = 5.0  # length of the GPU burn-in; CPU cores get none
+LEFT_OUT = ("disk",)  # takes long, and no node would be left out because of it
 
 
 class NodeCheck(NamedTuple):
-    """What was found in so many seconds: `nodes` were examined, the last ones of which the run has. `left_out` are the
-    others by their names, with what is wrong there; `warnings` what else is wrong."""
+    """The outcome of a check that took `seconds`: `nodes` is the number of nodes examined, `left_out` has the names of
+    those that failed with the reason, and `warnings` what else was found on those that the run got."""
 
     seconds: float
     nodes: int
@@ -31,7 +31,7 @@ class NodeCheck(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the journal."""
+        """The facts for the journal."""
         rows = [{"check": row.check, "node": row.node, "text": row.finding.text} for row in self.warnings]
         return {**self._asdict(), "seconds": round(self.seconds, 3), "warnings": rows}
 
@@ -39,8 +39,8 @@ class NodeCheck(NamedTuple):
 def reserve_checked(
     config: RunConfig, cluster: Cluster, display: Display, place: Callable[[Collection[str]], Placement]
 ) -> tuple[Placement, NodeCheck]:
-    """Room on nodes that pass. `place` reserves some without the nodes with these IDs. Raises PentadError if there is
-    none."""
+    """Room on nodes that pass the check. `place` reserves room without the nodes of the given IDs. Raises PentadError
+    if there is none."""
     seconds = GPU_SECONDS if cluster.device == "cuda" else 0.0
 
     def under_way(name: str, seconds: float) -> AbstractContextManager[None]:
@@ -62,7 +62,8 @@ def place_on_good_nodes(
     examine: Callable[[Placement], list[FindingRow]],
     names: Callable[[], Mapping[str, str]],
 ) -> tuple[Placement, NodeCheck]:
-    """Until all nodes pass. `names` are those of nodes by their IDs. Raises PentadError, with nothing reserved."""
+    """Repeats `place` and `examine` until all nodes pass. `names` returns the nodes' names by ID. Raises PentadError,
+    with nothing reserved, if too few nodes are left."""
     began, left, examined = time.monotonic(), dict[str, str](), set[str]()
     while True:
         known = names()
@@ -87,7 +88,7 @@ def place_on_good_nodes(
 
 
 def failures(rows: Sequence[FindingRow]) -> dict[str, str]:
-    """What is wrong with nodes, by their names; of those that only warn, nothing."""
+    """The failures of each node, by name; warnings do not count."""
     found = defaultdict[str, list[str]](list)
     for row in rows:
         if row.node and row.finding.verdict == "failure":

@@ -1,4 +1,4 @@
-"""Room on a cluster for the ranks of a run: reserved, or with ranks in it that a former driver of the run has left."""
+"""Room on a cluster for the ranks of a run: newly reserved, or with ranks in it that a former driver left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pentad.schedules.spec.plan import Plan
 
 class Room(NamedTuple):
     """The resources of the ranks on a cluster, and the plan for them. With a `lease` the ranks outlive this driver;
-    `parked` are those that another one has left there. `check` is what was found on the nodes (cluster.check)."""
+    `parked` are those that a former driver left. `check` is the outcome of cluster.check."""
 
     cluster: Cluster
     placement: Placement
@@ -44,7 +44,7 @@ class Room(NamedTuple):
 
 @contextmanager
 def reserved(config: RunConfig, plan: Plan, head: LocalHead | None, display: Display) -> Iterator[Room]:
-    """Room on the cluster of `head`, None: the existing one, for ranks that end with the block."""
+    """Room on the cluster of `head` (None: the existing one) for ranks that end with the block."""
     with clusters.join(config.cluster, config.mesh.size, head) as cluster:
         placement, check = _reserve(config, cluster, display, None)
         try:
@@ -57,8 +57,8 @@ def reserved(config: RunConfig, plan: Plan, head: LocalHead | None, display: Dis
 def reserved_or_left(
     config: RunConfig, plan: Plan, head: LocalHead | None, display: Display, runner: str
 ) -> Iterator[Room]:
-    """Likewise, or what a former driver of the run has left there. Raises PentadError while another driver commands the
-    ranks of the run."""
+    """As `reserved`, or the room with the ranks that a former driver of the run left. Raises PentadError while another
+    driver controls the run's ranks."""
     if head is not None or not config.elastic.driver_lease:
         with reserved(config, plan, head, display) as room:
             yield room
@@ -77,8 +77,8 @@ def reserved_or_left(
 
 
 def check_failure_domain(label: str | None, room: Room, display: Display) -> None:
-    """Says if copies in memory cannot be in another failure domain than the ranks. Raises PentadError if no node has
-    the label `label`, unless ranks are there already, whose state that would cost."""
+    """Warns if copies in memory cannot be in another failure domain than the ranks. Raises PentadError if no node of
+    the ranks has the label `label`, unless a former driver's ranks are there, whose state that would cost."""
     if label is None:
         return
     values, nodes = label_values(label), {place.node for place in bundle_places(room.placement)}
@@ -94,7 +94,7 @@ def check_failure_domain(label: str | None, room: Room, display: Display) -> Non
 
 
 def _left(config: RunConfig, plan: Plan, cluster: Cluster, lease: HeldLease, runner: str) -> Room | None:
-    """What a former driver has left, if it can be adopted."""
+    """The room and ranks that a former driver left, if they can be adopted."""
     folder, placement = path_of(config), lease.placement()
     journal, rows = read_lines(folder / JOURNAL, ["event", "time"]), read_lines(folder / METRICS, METRIC_KEYS)
     if placement is None or placement.bundle_count != plan.mesh.size:

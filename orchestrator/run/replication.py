@@ -1,4 +1,4 @@
-"""Keeps copies of the state in the memory of ranks (elastic.replicate_every), beside the steps of one generation."""
+"""Keeps copies of the state in the ranks' memory (elastic.replicate_every) while the steps of a generation run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Transfer(NamedTuple):
 
 
 class Replication:
-    """One copy at a time: if the ranks are still at the last one when the next is due, that one is made later. The
-    first one is due at once, as the parts of an earlier generation may be missing in the ranks that are new."""
+    """Makes one copy at a time: if the last one is still under way when the next is due, the next is made later. The
+    first one is due at once, because new ranks lack the parts of an earlier generation."""
 
     def __init__(self, every: int, copies: GroupCopies, bus: EventBus) -> None:
         self.every, self.copies, self.bus = every, copies, bus
-        self.attempted = -1  # steps in the newest copy submitted
-        self.copied = -1  # and in the one that counts
-        self.made = 0  # copies that have counted
-        self.most_meanwhile = 0  # steps that have run while a copy was made
+        self.attempted = -1  # step of the newest copy submitted
+        self.copied = -1  # step of the newest copy committed
+        self.made = 0  # copies committed
+        self.most_meanwhile = 0  # most steps that have run while a copy was made
         self.making: Transfer | None = None
         self.committing: Refs = {}  # the answers to the newest commit
 
@@ -43,13 +43,13 @@ class Replication:
 
     @property
     def protects(self) -> bool:
-        """Whether every part is, or is about to be, in the memory of two nodes: not if the newest copy failed."""
+        """Whether every part is, or soon will be, in the memory of two nodes; not if the newest copy failed."""
         failed = self.making is None and self.copied < self.attempted
         return self.every > 0 and not failed and not self.copies.num_on_the_same_node
 
     def hands_over(self, step: int, leaving: Sequence[int]) -> bool:
-        """Whether a copy of `step` steps, rather than a checkpoint, takes the state to the next generation: not if one
-        could not be made, or if the ranks that are `leaving` take both copies of a part with them."""
+        """Whether a copy of `step` steps, rather than a checkpoint, carries the state to the next generation: not if it
+        could not be made, or if the `leaving` ranks hold both copies of a part."""
         if not self.every or any(self.copies.holders[rank] in leaving for rank in leaving):
             return False
         return self.making is not None or self.copied == step or self.attempted < step
@@ -63,17 +63,17 @@ class Replication:
             if required:
                 group.gather(self.committing, COMMIT_SECONDS)
             if not required and not self.copies.is_ready:
-                return  # later, as training does not wait for memory
+                return  # later: training does not wait for memory
             if self.committing and not group.is_ready(self.committing):
                 return
             self.attempted = step
             self.making = Transfer(self.copies.submit(step), step, time.monotonic())
 
     def continue_(self, done: int, *, wait: Tick | None = None) -> None:
-        """Has a copy count whose parts are all in place; waits for them if it gets the `tick` for that. Never before
-        its steps are recorded, or another driver could not continue from it.
+        """Commits the copy under way once all its parts are in place; waits for them if given the tick `wait`. Never
+        commits before its steps are recorded: another driver could not continue from it.
 
-        Raises WorkerError when a rank has failed.
+        Raises WorkerError if a rank has failed.
         """
         making, group = self.making, self.copies.group
         if making is None or done < making.step:
@@ -91,7 +91,7 @@ class Replication:
         self._note(facts, answers, round(time.monotonic() - making.began, 3), done - making.step)
 
     def _note(self, facts: dict[str, Any], parts: Sequence[SentPart], seconds: float, meanwhile: int) -> None:
-        """Says what the newest copy took: the journal has the first one, the second, fourth, eighth and so on."""
+        """Reports the cost of the newest copy; the journal gets the first, second, fourth, eighth and so on."""
         if meanwhile > max(self.every, self.most_meanwhile):
             text = f"the copy of step {self.copied} in memory took {seconds:.1f} s, and {meanwhile} steps ran meanwhile"
             now = f"elastic.replicate_every is {self.every}: with as few steps copies are made one after the other"

@@ -1,4 +1,4 @@
-"""What a resumed run keeps of its optimizer, and what to tell its user."""
+"""What a resumed run keeps of its optimizer's state and schedule, and what its user is told about it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pentad.schedules.spec.plan import Plan
 
 
 def with_decay_steps(config: RunConfig, saved: RunConfig | None) -> tuple[RunConfig, str]:
-    """(the configuration with optimizer.decay_steps filled in, a sentence for the user or ''); `saved` is that of the
-    run that it resumes, if any.
+    """(the configuration with optimizer.decay_steps filled in, a sentence for the user or ''); `saved` is the
+    configuration of the run being resumed, if any.
 
-    It is run.steps when the run first starts, and stays that number on every resume, so that a run with more steps does
-    not change the learning rates of those planned already. Raises ConfigError if the saved number contradicts the
+    The number is run.steps when the run first starts and stays the same on every resume, so that raising run.steps does
+    not change the learning rates of steps planned before. Raises ConfigError if the saved number contradicts the
     configuration.
     """
     if config.optimizer.decay_steps is None:
@@ -58,8 +58,8 @@ def _shown(rate: LearningRate) -> str:
 
 
 def dropped_state(plan: Plan, stored: Iterable[str]) -> str:
-    """A sentence about the optimizer state that a checkpoint of these tensors has for another optimizer than the
-    plan's, or '' if they agree. A checkpoint without any, as an import, has nothing to drop."""
+    """A sentence about the optimizer state that is dropped because a checkpoint with the tensors `stored` has another
+    optimizer than the plan, or ''. A checkpoint without optimizer state, such as an import, has nothing to drop."""
     spec = plan.optimizer
     names = {name.partition("@")[0] for name in stored if name.startswith("optimizer.")}
     expected = {

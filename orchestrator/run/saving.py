@@ -1,4 +1,4 @@
-"""The checkpoints of one generation: ranks write their parts beside the next steps, and then one of them commits."""
+"""The checkpoints of one generation: ranks write their parts while the next steps run, and then one rank commits."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from pentad.workers.background import in_daemon
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.runtime.results import Committed, WrittenShards
 
-SYNC_SECONDS = 0.5  # in which a disk that works has taken lines; the ranks have more steps to do than that
-DISCARD_SECONDS = 5.0  # in which storage that works has deleted files
+SYNC_SECONDS = 0.5  # a working disk syncs lines within this time; the ranks have more steps in flight than that
+DISCARD_SECONDS = 5.0  # working storage deletes files within this time
 POLL_SECONDS = 0.1
 
 
 class Save(NamedTuple):
-    """A checkpoint after `step` steps, with these facts for the journal: in turn, all ranks of a generation write it,
-    the disk of the run's folder takes the records of its steps (`synced`), one rank commits it, and the same prunes
-    older ones; or it discards what was written. Nobody waits any more for one that `hangs`."""
+    """A checkpoint after `step` steps, with `facts` for the journal. In turn, all ranks of a generation write it, the
+    run's folder syncs the records of its steps (`synced`), and one rank commits it and prunes older ones, or discards
+    what was written. Nothing waits for one that `hangs`."""
 
     refs: Refs
     step: int
@@ -43,13 +43,13 @@ class Save(NamedTuple):
 
 
 class SaveHangs(Exception):
-    """Storage takes nothing of a checkpoint."""
+    """Storage accepts no data of a checkpoint."""
 
 
 class Saving:
-    """One checkpoint at a time, the `current` one. The newest one submitted has `attempted` steps, and the newest one
-    committed `durable`; at the monotonic second `saved_at` one was last submitted or committed. `tick` is called while
-    the driver waits."""
+    """Saves one checkpoint at a time, the `current` one. `attempted` is the step of the newest one submitted, `durable`
+    that of the newest one committed, and `saved_at` the monotonic second of the last submission or commit. `tick` is
+    called while the driver waits."""
 
     def __init__(
         self,
@@ -69,28 +69,29 @@ class Saving:
         self.saved_at = saved_at
         self.current = hanging  # the next one waits for it, or is skipped
         self.waited = 0.0  # seconds that training has waited for it
-        self.chunks: dict[int, int] = {}  # what ranks last said of it
-        self.idle, self.watched = 0.0, time.monotonic()  # seconds without a change until then
+        self.chunks: dict[int, int] = {}  # chunks written so far, as each rank last reported
+        self.idle, self.watched = 0.0, time.monotonic()  # seconds without progress, and when last checked
 
     @property
     def hangs(self) -> bool:
         return self.current is not None and self.current.hangs
 
     def submit(self, step: int) -> None:
-        """Has the ranks copy their state once they are that far, and write it while they train on."""
+        """Has the ranks copy their state once they reach `step`, and write it while they train on."""
         self.attempted, self.saved_at = step, time.monotonic()
         refs, facts = self.group.submit_save(self._path(step), step), {"waited_seconds": round(self.waited, 3)}
         self.current = Save(refs, step, self.saved_at, self.group.generation, facts=facts)
         self.waited = 0.0
 
     def continue_(self, done: int, required: int | None) -> None:
-        """Goes on with a checkpoint as far as that is possible without waiting; never before all of its steps are
-        `done`: recorded, and not after a spike. Raises PentadError if that of `required` steps cannot be saved."""
+        """Advances the current checkpoint as far as possible without waiting, but never before all its steps are
+        `done`: recorded, and not after a spike. Raises PentadError if the checkpoint of `required` steps cannot be
+        saved."""
         while (save := self.current) is not None and self._is_over(save, done):
             self.current = self._next(save, done, required)
 
     def wait(self, done: int, required: int | None) -> None:
-        """`continue_` until the checkpoint is committed, has failed, or hangs."""
+        """Continues until the checkpoint is committed, has failed, or hangs."""
         with suppress(SaveHangs):
             while (save := self.current) is not None:
                 while save.synced is not None and not save.synced.done():
@@ -99,13 +100,13 @@ class Saving:
                 self.current = self._next(save, done, required)
 
     def watch(self, statuses: dict[int, Status], done: int) -> None:
-        """Finds a checkpoint that hangs, and says so; with the ranks' statuses, about twice a second. Time counts once
-        the ranks have taken its steps, and only while this process runs."""
+        """Detects and reports a checkpoint that hangs, from the ranks' statuses; called about twice a second. Time
+        counts only once the ranks have taken the checkpoint's steps, and while this process runs."""
         now, chunks = time.monotonic(), {rank: status.chunks for rank, status in statuses.items()}
         passed, self.watched = min(now - self.watched, 2 * STATUS_SECONDS), now
         is_moving, self.chunks = chunks != self.chunks, chunks
         save = self.current
-        taken = max(done, min((status.step for status in statuses.values()), default=0))  # an update may wait for it
+        taken = max(done, min((status.step for status in statuses.values()), default=0))  # the next update may wait
         if save is None or save.hangs or taken < save.step or is_moving:
             self.idle = 0.0
             return
@@ -119,7 +120,7 @@ class Saving:
                 self._note_failure(save.step, self._hang())
 
     def skip(self, step: int, *, is_last: bool = False) -> None:
-        """Instead of `submit`, while a checkpoint hangs. Raises PentadError if it is the last one of the run."""
+        """Skips a checkpoint because an earlier one hangs. Raises PentadError if it is the last one of the run."""
         assert self.current is not None
         if is_last:
             raise PentadError(f"the last state, after step {step}, was not saved: {self._hang()}")
@@ -133,10 +134,10 @@ class Saving:
         return f"{where} has taken nothing for checkpoint.hang_seconds = {self.config.checkpoint.hang_seconds:g}"
 
     def note_lost_rank(self) -> None:
-        """A rank has failed, perhaps before it had written its part."""
+        """Reports a checkpoint that a failed rank may not have written completely."""
         save = self.current
         if save is not None and save.phase == "write" and not save.hangs:
-            with suppress(PentadError):  # the failure of the rank is what counts
+            with suppress(PentadError):  # the rank's failure matters more
                 self._note_failure(save.step, "a rank failed before all had written it")
 
     def _is_over(self, save: Save, done: int) -> bool:
@@ -144,9 +145,9 @@ class Saving:
         return done >= save.step and self.checks.vouches_for(save.step) and is_synced and self.group.is_ready(save.refs)
 
     def _next(self, save: Save, done: int, required: int | None) -> Save | None:
-        """What follows once its ranks have answered; None: nothing. Storage that is full, away or cannot be read is
-        fatal only for the checkpoint of `required` steps."""
-        if save.generation != self.group.generation:  # its ranks have left it: all it shows is that storage answers
+        """The next phase once the ranks have answered; None if there is none. Storage that is full, unreachable or
+        unreadable is fatal only for the checkpoint of `required` steps."""
+        if save.generation != self.group.generation:  # abandoned by its ranks: shows only that storage answers again
             self._note_answers()
             return None
         try:
@@ -166,14 +167,14 @@ class Saving:
             return self._failed(save, error, required)
 
     def _commit(self, save: Save, answers: list[WrittenShards | str], done: int) -> Save | None:
-        """Not steps after a spike, which no longer count, nor a checkpoint that was given up."""
+        """Commits what was written, or discards it if it hung or its steps follow a spike and no longer count."""
         if save.hangs:
             return self._discarding(save)
         for error in (answer for answer in answers if isinstance(answer, str)):
             raise PentadError(error)
         if done < save.step:
             return self._discarding(save)
-        # A run that resumes there has the records of all steps before.
+        # A run that resumes from this checkpoint must find the records of all steps before it.
         synced = save.synced or in_daemon(self.bus.folder.files.sync)
         if not wait([synced], SYNC_SECONDS).done:
             return save._replace(synced=synced)
@@ -202,11 +203,11 @@ class Saving:
         return save._replace(refs=refs, phase="prune", hangs=False)
 
     def _discarding(self, save: Save) -> Save:
-        """Has a rank delete what was written: the next checkpoint needs the room."""
+        """Has a rank delete what was written: the next checkpoint needs the space."""
         return save._replace(refs=self.group.submit_beside("discard", self._path(save.step)), phase="discard")
 
     def _discard(self, save: Save) -> None:
-        """At the end of the run, which waits a moment for the room."""
+        """Deletes what was written at the end of the run, waiting for at most DISCARD_SECONDS."""
         if save.phase == "write":
             refs, until = self._discarding(save).refs, time.monotonic() + DISCARD_SECONDS
             while not self.group.is_ready(refs) and time.monotonic() < until:
@@ -219,8 +220,8 @@ class Saving:
         if self.requests.aborted:
             raise error
         if save.phase == "prune":
-            self.durable = -1  # it was damaged when it was read again; whether another one counts is not known
-        if not save.hangs:  # which has been noted
+            self.durable = -1  # damaged when read back; whether an older one is intact is unknown
+        if not save.hangs:  # a hang has been reported already
             if save.step == required:
                 self._discard(save)
                 raise PentadError(f"the last state, after step {save.step}, was not saved: {error}") from error
@@ -228,7 +229,7 @@ class Saving:
         return self._discarding(save) if save.phase == "write" else None
 
     def _tick(self, save: Save, statuses: dict[int, Status]) -> None:
-        """Raises SaveHangs once the checkpoint does, for which the driver waits."""
+        """The tick while the driver waits for a checkpoint. Raises SaveHangs once it hangs."""
         self.tick(statuses)
         if self.hangs and not save.hangs:
             raise SaveHangs

@@ -1,4 +1,4 @@
-"""The checkpoint that a run leaves soon after its mesh has shrunk: the state has moved through memory, and fewer ranks
+"""The checkpoint that a run saves soon after its mesh has shrunk: the state moved through memory only, and fewer ranks
 hold it."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from pentad.orchestrator.run.replication import Replication
 
 
 class ShrinkSave:
-    """Of a generation that begins with `first` steps. Not where checkpoints are switched off, nor where copies in
-    memory protect the state."""
+    """That checkpoint for a generation that begins after `first` steps. Not saved if checkpoints are switched off or
+    copies in memory protect the state."""
 
     def __init__(
         self, section: CheckpointSection, group: WorkerGroup, replication: Replication, first: int, *, due: bool
@@ -24,6 +24,7 @@ class ShrinkSave:
             self._reserved = self.group.submit_reserved()
 
     def is_due(self, step: int) -> bool:
-        """Whether it is after `step` steps. Training does not wait for the memory that GPU ranks pin beside steps."""
+        """Whether to save it after `step` steps; not before GPU ranks have pinned memory, for which training does not
+        wait."""
         protected = not self.pending or self.replication.protects
         return step > self.first and not protected and self.group.is_ready(self._reserved)

@@ -1,5 +1,4 @@
-"""Starts what watches a run: its control service, the Prometheus exporter, its page, Ray's dashboard and metrics, and
-loggers."""
+"""Starts a run's watchers: control service, Prometheus exporter, page, Ray's dashboard and metrics, and loggers."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from pentad.orchestrator.page.page_server import PageServer
 
 @contextmanager
 def monitored(config: RunConfig, bus: EventBus, requests: ControlRequests) -> Iterator[None]:
-    """Runs the watchers for the length of the block. Raises PentadError when a port is taken."""
+    """Runs the watchers for the duration of the block. Raises PentadError if a port is taken."""
     section = config.metrics
     with ExitStack() as stack:
         exporter = stack.enter_context(closing(Exporter(config.run.name, section.host, section.port)))

@@ -1,4 +1,4 @@
-"""Keeps the ranks busy: submits steps in calls of about a second, and what is due between them."""
+"""Keeps the ranks busy: submits steps in calls of about a second, and whatever is due between them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from pentad.workers.integrity.result import RankCheck
 from pentad.workers.runtime.results import Evaluation, StepResult
 
 CALL_SECONDS = 1.0  # target length of a call
-CALLS_IN_FLIGHT = 2  # the ranks never wait for the driver
+CALLS_IN_FLIGHT = 2  # so that the ranks never wait for the driver
 PAUSE_SECONDS = 0.5
 
 
 class Call(NamedTuple):
-    """A call in flight on all ranks: steps, an evaluation, or a search for flipped bits. `step` is the number of steps
-    submitted up to and including this call; `conclude` takes it, the results of all ranks, and the seconds that they
-    took."""
+    """A call in flight on all ranks: steps, an evaluation, or a check for flipped bits. `step` is the number of steps
+    submitted up to and including this call; `conclude` takes it, the results of all ranks, and the call's duration in
+    seconds."""
 
     refs: Refs
     step: int
@@ -47,10 +47,11 @@ class Call(NamedTuple):
 
 class StepLoop:
     """The steps of one generation: from `first` to the last, or until a stop is requested, or until `should_regroup`,
-    asked about twice a second, says that the ranks should be placed again, or get other layers or another order. `done`
-    steps are complete; `saved` steps were in the newest checkpoint, of the monotonic second `saved_at`. The newest
-    evaluation was after `evaluated` steps. The mesh may have `shrunk`, and a checkpoint that the same ranks were to
-    save before may be `hanging`. Nothing is recorded after a spike because of which the run goes back."""
+    asked about twice a second, says that the ranks should be placed again or get other layers or another order.
+
+    `done` steps are complete; the newest checkpoint has `saved` steps and was saved at the monotonic second `saved_at`;
+    the newest evaluation came after `evaluated` steps. The mesh may have `shrunk`, and a checkpoint of an earlier
+    generation may be `hanging`. Nothing is recorded after a spike that causes a rollback."""
 
     def __init__(
         self,
@@ -72,12 +73,12 @@ class StepLoop:
         self.history = History(group.plan, group.generation, keep=keep, offsets=clocks, device_name=group.device_name)
         self.mixture = Mixture(group.plan.data, group.plan.batch.sizes)
         self.first = self.done = self.submitted = first
-        self.ended_with = -1  # steps in the checkpoint submitted because this generation ends
+        self.ended_with = -1  # step of the checkpoint submitted because this generation ends
         self.evaluated = newest_evaluation(bus.folder.evaluations())
         self.steps_per_call = 1
         self.in_flight: deque[Call] = deque()
         self.collected_at = time.monotonic()  # when the last call ended
-        self.open = False  # the last step submitted is open: another run call must follow
+        self.open = False  # the last step submitted is incomplete until another run call follows
         self.replication = Replication(config.elastic.replicate_every, copies, bus)
         self.shrink_save = ShrinkSave(config.checkpoint, group, self.replication, first, due=shrunk and first > saved)
         self.checks = BitChecks(config.elastic, group, bus, first)
@@ -88,8 +89,8 @@ class StepLoop:
         self.hangs = HangDetector(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
 
     def run(self) -> None:
-        """Raises WorkerError when a rank fails, Refusal when one cannot continue, and PentadError when the last
-        checkpoint cannot be written."""
+        """Runs the steps. Raises WorkerError if a rank fails, Refusal if one cannot continue, and PentadError if the
+        last checkpoint cannot be written."""
         try:
             self.replication.begin_generation()
             self.shrink_save.begin_generation()
@@ -124,17 +125,17 @@ class StepLoop:
 
     @property
     def is_last(self) -> bool:
-        """Whether no generation follows, unless ranks fail."""
+        """Whether this is the last generation, unless ranks fail."""
         return self.requests.stopping or self.submitted == self.config.run.steps
 
     @property
     def counted(self) -> int:
-        """Steps that are done, but for those that a run which goes back leaves behind."""
+        """The steps done, apart from those that a rollback will undo."""
         return self.done if self.spikes.spike is None else self.spikes.spike
 
     @property
     def required(self) -> int | None:
-        """The steps whose checkpoint the run must not end without."""
+        """The step whose checkpoint the run must not end without, if any."""
         return self.submitted if self.is_last else None
 
     @property
@@ -143,7 +144,7 @@ class StepLoop:
         return self.leaving is not None
 
     def add(self, steps: list[list[StepResult]], evaluations: Mapping[int, Evaluation]) -> None:
-        """Records completed steps, [step][result], from whichever ranks have them, and evaluations by step."""
+        """Records completed steps, [step][result], from whichever ranks have the results, and evaluations by step."""
         if steps and self.spikes.spike is None:
             self._record([row for step in steps for row in self.history.add([[result] for result in step])])
         recorded = newest_evaluation(self.bus.folder.evaluations())
@@ -162,9 +163,9 @@ class StepLoop:
             self.saving.skip(step)
             due = False
         must_wait, checks = due and self.saving.current is not None, self.checks.due(step, saves=due)
-        if self.open and (evaluates or checks or ending or paused or must_wait):  # they are of steps that are complete
+        if self.open and (evaluates or checks or ending or paused or must_wait):  # all of these need complete steps
             return self._close(step)
-        if checks:  # before the checkpoint, which is only of a state that all agree on
+        if checks:  # before the checkpoint: only a state that all agree on is saved
             self.checks.submitted = step
             return Call(self.group.submit_check(step), step, self._conclude_check, time.monotonic())
         if evaluates:  # before the checkpoint, which may turn out to be the best
@@ -199,13 +200,13 @@ class StepLoop:
 
     @property
     def saves_every(self) -> list[int]:
-        """Numbers of steps after whose multiples a checkpoint is saved."""
+        """The periods, in steps, of regular checkpoints."""
         section = self.config.checkpoint
         return [each for each in (section.every, section.keep_every) if each]
 
     def _save_due(self, step: int) -> bool:
-        """Whether to save a checkpoint after `step` steps. Those by steps, and the last one, are due while another one
-        is being written, too: they wait for it."""
+        """Whether to save a checkpoint after `step` steps. Those by steps, and the last one, are due even while another
+        one is being written: they wait for it."""
         if self.ending and self._is_unsaved(step):
             return (self.regrouping or self.config.checkpoint.at_end) and not self._hands_over(step)
         if step <= self.saving.attempted:
@@ -215,25 +216,25 @@ class StepLoop:
         seconds = self.config.checkpoint.every_seconds
         is_late = 0 < seconds <= time.monotonic() - self.saving.saved_at
         if self.saving.hangs:
-            return is_late  # which is said
+            return is_late  # `skip` then reports it
         wanted = is_late or self.requests.wants_checkpoint or self.shrink_save.is_due(step)
         return wanted and self.saving.current is None
 
     def _is_unsaved(self, step: int) -> bool:
-        """Whether a generation that ends after `step` steps has yet to save them."""
+        """Whether a generation that ends after `step` steps has yet to submit their checkpoint."""
         is_tried = step == self.ended_with
         is_current = self.saving.current is not None and self.saving.current.step == step and not self.saving.hangs
         return step > self.saving.durable and not is_tried and not is_current
 
     def _hands_over(self, step: int) -> bool:
-        """Whether this generation ends and the next one needs no checkpoint of it."""
+        """Whether this generation ends after `step` steps and the next one needs no checkpoint from it."""
         is_last = self.requests.stopping or step == self.config.run.steps
         if self.leaving is None or is_last or self.spikes.spike is not None:
             return False
         return not self.leaving or self.replication.hands_over(step, self.leaving)
 
     def _conclude_steps(self, _: int, results: list[list[StepResult]], __: float) -> None:
-        """Records the steps that are complete, and adapts the length of a call."""
+        """Records the completed steps, and adapts the number of steps per call."""
         if results[0] and self.spikes.spike is None:
             rows = self.history.add(results)
             self._record(rows)
@@ -254,12 +255,12 @@ class StepLoop:
         return is_due and (not self.regrouping or step == self.config.run.steps)
 
     def _conclude_evaluation(self, step: int, results: list[Evaluation], seconds: float) -> None:
-        """Its time is not part of the next step."""
+        """Records an evaluation; its time is not part of the next step."""
         rows = evaluation_rows(step, results[0].data_sets, seconds, self.group.generation)
         self.bus.evaluated(rows, self.history.add_evaluation(results))
 
     def _conclude_check(self, step: int, checks: list[RankCheck], seconds: float) -> None:
-        """Its time is not part of the next step."""
+        """Concludes a check for flipped bits; its time is not part of the next step."""
         self.history.pause()
         self.checks.conclude(step, checks, seconds)
 
@@ -272,7 +273,7 @@ class StepLoop:
         self.spikes.react(rows)
 
     def _record_changes(self, rows: list[dict[str, Any]]) -> None:
-        """Writes to the journal where the mixture or the batch size changes."""
+        """Records in the journal where the mixture or the batch size changes."""
         sizes, generation = self.mixture.sizes, self.group.generation
         for row in rows:
             batch = batch_of(row["step"], self.group.skipped_batches)
@@ -283,14 +284,14 @@ class StepLoop:
                 self.bus.record("batch size", generation=generation, step=row["step"], global_batch_size=size)
 
     def _wait_for_save(self) -> None:
-        """The ranks wait too: at the end, and before the next checkpoint by steps."""
+        """Waits for the current checkpoint, and so do the ranks: at the end, and if the next one by steps is due."""
         began = time.monotonic()
         self.history.pause()
         self.saving.wait(self.counted, self.required)
         self.saving.waited += 0.0 if self.ending else time.monotonic() - began
 
     def _pause(self) -> None:
-        """The ranks wait between two steps; called again and again until a resume is requested."""
+        """Keeps the ranks waiting between two steps for PAUSE_SECONDS; called until a resume is requested."""
         if self.bus.view.state != "paused":
             self.bus.record("pause", generation=self.group.generation, step=self.done)
             self.bus.display.note(f"paused after step {self.done}; resume with `pentad resume {self.config.run.name}`")
@@ -305,7 +306,7 @@ class StepLoop:
             self.bus.set_state("running")
 
     def _tick(self, statuses: dict[int, Status], *, stepping: bool = False) -> None:
-        """Shows what the ranks do during a call, and raises WorkerError when they hang."""
+        """Shows what the ranks do during a call. Raises WorkerError if they hang."""
         if self.requests.aborted:
             raise PentadError("the run was aborted through its control service, without a checkpoint")
         if self.requests.stopping and not self.stop_announced:
@@ -315,7 +316,7 @@ class StepLoop:
         self.saving.watch(statuses, self.done)
         if not self.regrouping:
             self.leaving = self.should_regroup(statuses)
-        # An update waits until the state, if that is on the host, has been written.
+        # With the optimizer state on the host, an update waits until a checkpoint has been written: no hang.
         is_written = self.saving.current is not None and not self.saving.hangs and self.group.plan.host_optimizer
         stall = self.hangs.check(statuses, self.history.measured, stepping=stepping and not is_written)
         self.bus.update_ranks(statuses, self.group.last_heard, stall.causes if stall else ())

@@ -66,8 +66,8 @@ FILES = {
 
 
 def prepare(config: RunConfig) -> Plan:
-    """The plan of a run, with its data opened, before anything is started or written, except for a built-in corpus and
-    the tables of packed documents. Raises PentadError."""
+    """The plan of a run whose data has been opened. Starts nothing, and writes nothing but a built-in corpus and the
+    tables of packed documents. Raises PentadError."""
     sizes, batch, steps = (config.model.vocab, config.batch.sequence_length), config.batch, config.run.steps
     check_corpora(each.path for each in config.data.spec.sources)
     check_data(config.data.spec, *sizes, batch.sizes, steps)
@@ -79,7 +79,7 @@ def prepare(config: RunConfig) -> Plan:
 
 
 def _plan_to_train(config: RunConfig) -> Plan:
-    """Raises PentadError if this machine cannot train it now."""
+    """The first plan of a run. Raises PentadError if this machine is to train it but has too little free memory."""
     plan = first_plan(config)
     if config.cluster.address == "local":
         require_free_memory(config, plan)
@@ -87,14 +87,14 @@ def _plan_to_train(config: RunConfig) -> Plan:
 
 
 def with_eval_fingerprints(plan: Plan, argument: str = "eval.data") -> Plan:
-    """The plan with the fingerprints of what it evaluates. Raises PentadError for data that cannot be read; `argument`
-    is what the user calls it."""
+    """The plan with the fingerprints of its evaluation data. Raises PentadError for data that cannot be read;
+    `argument` is the option or key that names it to the user."""
     if plan.eval is None:
         return plan
     sizes, found = (plan.model.vocab, plan.batch.sequence_length, plan.data.cache), []
     for each in plan.eval.data_sets:
         named = "data.path" if each.holdout else argument
-        verify = not each.holdout  # else that of training has been
+        verify = not each.holdout  # a holdout is part of the training data, which has been verified
         part = open_eval_data(each, *sizes, verify=verify, argument=named)
         found.append(each._replace(fingerprint=part.corpus.fingerprint))
     return replace(plan, eval=replace(plan.eval, data_sets=tuple(found)))
@@ -111,10 +111,11 @@ def train(
     """Runs the steps that the run still lacks, and returns its summary.
 
     The first Ctrl-C, SIGTERM or SIGHUP ends the run after the steps in flight, with a checkpoint, as 'stopped'; the
-    second raises KeyboardInterrupt. Raises PentadError for a user's mistake and WorkerError when a rank fails. However
-    it ends, all files are complete and no process is left. `display`, open, shows the run (None: nothing does);
-    `plan` is that of `prepare` (None: planned here, with data that nobody has opened). `on_step` gets each row of
-    metrics.jsonl; an exception of it ends the run like the first Ctrl-C, and is raised then, unless it is StopTraining.
+    second raises KeyboardInterrupt. Raises PentadError for a user's mistake and WorkerError if a rank fails. However it
+    ends, all files are complete and no process is left. `display`, which must be open, shows the run (None: nothing
+    does); `plan` is the result of `prepare` (None: planned here, without opening the data). `on_step` gets each row of
+    metrics.jsonl; an exception that it raises ends the run like the first Ctrl-C and is then re-raised, unless it is
+    StopTraining.
     """
     display = display or Display(Console(quiet=True), config.run.name, config.run.steps)
     plan = plan or _plan_to_train(config)
@@ -161,7 +162,7 @@ def train(
 
 
 def summary(config: RunConfig, steps: int) -> dict[str, Any]:
-    """The result of a run over all its generations; tokens per second are those of the last generation."""
+    """The summary of a run over all its generations; its tokens per second are the last generation's."""
     folder = path_of(config)
     rows = read_lines(folder / runfolder.METRICS)
     last = rows[-1] if rows else {}
@@ -188,16 +189,16 @@ def _last_evaluation(folder: Path) -> list[dict[str, Any]]:
 
 
 def _best(config: RunConfig, folder: Path) -> dict[str, Any] | None:
-    """The checkpoint that checkpoint.keep_best has kept."""
+    """The checkpoint kept by checkpoint.keep_best."""
     by_step = committed(checkpoints_of(config))
     best = best_of(read_lines(folder / runfolder.EVALUATIONS, EVAL_KEYS), config.checkpoint.keep_best, by_step)
     return best and {**best._asdict(), "checkpoint": str(by_step[best.step])}
 
 
 def _finished_steps(config: RunConfig, plan: Plan) -> int:
-    """The steps of the newest intact checkpoint of a run that has completed its run.steps, else 0.
+    """The step of the newest intact checkpoint if the run has completed its run.steps, else 0.
 
-    Raises PentadError when its checkpoints are of another corpus, or a port is taken.
+    Raises PentadError if its checkpoints are of another corpus, or a port is taken.
     """
     require_free("metrics.port", config.metrics.host, config.metrics.port)
     require_free("metrics.control_port", config.metrics.host, config.metrics.control_port)
@@ -214,8 +215,8 @@ def _finished_steps(config: RunConfig, plan: Plan) -> int:
 
 
 def _base(config: RunConfig) -> LoraBase | None:
-    """The checkpoint with the frozen weights of a run that has checkpoints of its own. Raises PentadError if those have
-    all parameters."""
+    """The checkpoint with the frozen weights of a LoRA run that has checkpoints of its own. Raises PentadError if its
+    own checkpoints hold all parameters."""
     if config.lora.rank is None:
         return None
     _, meta = _newest_manifest(checkpoints_of(config))
@@ -229,13 +230,13 @@ def _base(config: RunConfig) -> LoraBase | None:
 
 
 def _moment_offset(config: RunConfig) -> int:
-    """That of a run that has checkpoints of its own."""
+    """The moment offset of a run that has checkpoints of its own."""
     _, meta = _newest_manifest(checkpoints_of(config))
     return moment_offset_of(meta)
 
 
 def _newest_manifest(checkpoints: Location) -> tuple[int, dict[str, Any]]:
-    """Steps and metadata of the newest checkpoint that counts; its tensors are not read."""
+    """Step and metadata of the newest committed checkpoint, (0, {}) without one; reads no tensors."""
     folders = list(committed(checkpoints).values())
     if not folders:
         return 0, {}

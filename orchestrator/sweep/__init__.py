@@ -1,1 +1,1 @@
-"""Runs many configurations as short trials, several beside each other, and keeps a row of each."""
+"""Runs many configurations as short trials, several at a time, and keeps a row for each."""

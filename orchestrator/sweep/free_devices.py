@@ -1,4 +1,4 @@
-"""The devices that trials share: those of this machine, or of a Ray cluster."""
+"""The devices that trials share: those of this machine or of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pentad.schedules.ir.errors import PentadError
 
 Device = Literal["cpu", "cuda"]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-MOST_RANKS = 2**16  # of a trial on CPUs
+MOST_RANKS = 2**16  # most ranks of a trial on CPUs
 
 
 @dataclass
 class FreeDevices:
-    """Free `devices`, each of one rank; `most` is the most ranks of a trial. CPU ranks of this machine share its cores
-    where they are more than these, and such a trial then runs alone. GPUs of this machine have names (`named`), those
-    of a cluster are chosen by Ray."""
+    """Free `devices`, one per rank; `most` is the most ranks of a trial. If a trial has more ranks than this machine
+    has cores, they share the cores and the trial runs alone. GPUs of this machine have names (`named`); those of a
+    cluster are chosen by Ray."""
 
     device: Device
     devices: list[str]
@@ -37,7 +37,7 @@ class FreeDevices:
         return f"expected at most {self.most}, the {kind} that are free"
 
     def take(self, ranks: int) -> tuple[str, ...] | None:
-        """Devices for this many ranks; None while there are too few."""
+        """Takes devices for this many ranks; None while too few are free."""
         needed = min(ranks, self.count)
         if needed > len(self.devices):
             return None
@@ -48,12 +48,12 @@ class FreeDevices:
         self.devices = sorted([*self.devices, *devices], key=lambda name: (len(name), name))
 
     def variables(self, devices: tuple[str, ...]) -> Mapping[str, str]:
-        """What a trial's processes get in their environment."""
+        """The environment variables for a trial's processes."""
         return {VISIBLE: ",".join(devices)} if self.named else {}
 
 
 def find_free_devices(section: ClusterSection) -> FreeDevices:
-    """The free devices of the machine or the cluster that a run would be on. Raises PentadError without a device."""
+    """The free devices of the machine or cluster on which a run would be. Raises PentadError if there are none."""
     if section.address != "local":
         return _on_cluster(section)
     if local_device(section, 1)[0] == "cpu":

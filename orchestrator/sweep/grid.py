@@ -1,5 +1,4 @@
-"""The points of a sweep: every combination of the values that the command line gives for a key, with commas between
-them."""
+"""The points of a sweep: all combinations of the comma-separated values that the command line gives for each key."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ FIXED = ("run.", "cluster.")
 
 
 class Point(NamedTuple):
-    """Overrides of the configuration, and those of them that differ between points."""
+    """Overrides of the configuration, and those among them that differ between points."""
 
     words: tuple[str, ...]
     varied: tuple[str, ...] = ()
 
 
 def grid(words: Sequence[str]) -> list[Point]:
-    """The points of `key=value` and `key=value,value`, the last key fastest. Raises PentadError for what is
-    ambiguous."""
+    """The points of words such as `key=value` and `key=value,value`; the last key varies fastest. Raises PentadError
+    for ambiguous words and too many points."""
     keys = [word.partition("=")[0] for word in words]
     for number, key in enumerate(keys):
         if key in keys[:number]:
@@ -45,7 +44,7 @@ def grid(words: Sequence[str]) -> list[Point]:
 
 
 def values_of(word: str) -> list[str]:
-    """The texts between the commas that are in no brackets and no quotes: 'a=[x,y],z' has '[x,y]' and 'z'."""
+    """The values in a word, split at commas outside of brackets and quotes: 'a=[x,y],z' has '[x,y]' and 'z'."""
     key, _, text = word.partition("=")
     if "," not in text:
         return [text]

@@ -10,7 +10,7 @@ from pentad.schedules.draw.sweep import sweep_page
 
 
 def page_of(rows: Sequence[TrialRow], title: str) -> str:
-    """HTML: the best of each model by GPUs, and all trials by their settings."""
+    """The page as HTML: the best trial of each model by number of GPUs, and all trials by their settings."""
     counts, best = Counter(row.outcome for row in rows), best_first(rows)
     facts = {"trials": str(len(rows))} | {
         TEXTS[outcome]: str(counts[outcome]) for outcome in OUTCOMES if counts[outcome]

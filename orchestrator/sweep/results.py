@@ -1,4 +1,4 @@
-"""What a sweep knows of each trial, as rows of `results.arrow` and `results.csv`."""
+"""What a sweep knows about each trial, as rows of `results.arrow` and `results.csv`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ARROW, CSV = "results.arrow", "results.csv"
 
 
 class TrialRow(NamedTuple):
-    """A trial: what it is, how it ended and why, what the planner predicted, and what was measured: medians of all
-    steps but the first. None is what is unknown. `wall_seconds` is from its start to its end."""
+    """A trial: what it is, how it ended and why, what the planner predicted, and what was measured (medians over all
+    steps but the first). None stands for unknown. `wall_seconds` is from its start to its end."""
 
     trial: str
     settings: str
@@ -63,7 +63,7 @@ _TEXTS = [field.name for field in SCHEMA if field.type == pa.string()]
 
 @contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Raises PentadError for an error in writing to a sweep's folder."""
+    """Turns an OSError from writing to a sweep's folder into a PentadError."""
     try:
         yield
     except OSError as error:
@@ -72,7 +72,7 @@ def writable(folder: Path) -> Iterator[None]:
 
 
 def write_rows(folder: Path, rows: Sequence[TrialRow]) -> None:
-    """Both files, each replaced at once."""
+    """Writes both files, each atomically."""
     table = pa.table({name: [getattr(row, name) for row in rows] for name in TrialRow._fields}, schema=SCHEMA)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([TrialRow._fields, *rows])
@@ -82,7 +82,7 @@ def write_rows(folder: Path, rows: Sequence[TrialRow]) -> None:
 
 
 def read_rows(folder: Path) -> list[TrialRow]:
-    """The rows of `results.arrow`, none if there is no such file. Raises PentadError for one that no sweep wrote."""
+    """The rows of `results.arrow`, [] if there is no such file. Raises PentadError for a file that no sweep wrote."""
     path = folder / ARROW
     if not path.exists():
         return []
@@ -108,11 +108,11 @@ def _foreign(path: Path, why: str) -> PentadError:
 
 
 def best_first(rows: Iterable[TrialRow]) -> list[TrialRow]:
-    """Those that were measured, the fastest first."""
+    """The measured trials, the fastest first."""
     return sorted((row for row in rows if row.tokens_per_second), key=lambda row: -(row.tokens_per_second or 0.0))
 
 
 def merged(known: Iterable[TrialRow], new: Collection[TrialRow]) -> list[TrialRow]:
-    """`known` rows, replaced by `new` ones of the same trials, and the others after them."""
+    """The `known` rows, replaced by `new` ones of the same trials, followed by the other new ones."""
     by_trial = {row.trial: row for row in known}
     return list((by_trial | {row.trial: row for row in new}).values())

@@ -1,4 +1,4 @@
-"""A trial that runs: a process of its own, which ends in time, however it ends."""
+"""A running trial: a process of its own, which is ended at its deadline at the latest."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from pentad.orchestrator.sweep.trials import Trial
 from pentad.schedules.ir.errors import PentadError
 
 PROCESS = "pentad.orchestrator.sweep.trial_process"
-HEAD_SECONDS = 5.0  # for a Ray head whose driver is gone to end what it has started, with its files
+HEAD_SECONDS = 5.0  # for a Ray head whose driver is gone to end its processes and remove its files
 KILL_SECONDS = 10.0  # for killed processes to be gone, on a busy machine
 STATUS_SECONDS = 3.0
-MOST_RANKS = 4  # that a sentence names
-FAULTS: dict[str, Outcome] = {"memory": "memory", "hang": "hang"}  # of a WorkerError
+MOST_RANKS = 4  # most ranks named in a sentence
+FAULTS: dict[str, Outcome] = {"memory": "memory", "hang": "hang"}  # outcomes by the fault of a WorkerError
 
 
 class RunningTrial:
-    """`runs` is the folder of all trials' runs, `logs` that of their configurations and of what they print."""
+    """A trial's process on its `devices`. The trials' configurations, answers and output go to the folder `logs`."""
 
     def __init__(self, trial: Trial, free: FreeDevices, devices: tuple[str, ...], deadline: float, logs: Path) -> None:
         assert trial.config is not None
@@ -41,7 +41,7 @@ class RunningTrial:
         self.folder = Path(trial.config.run.folder) / trial.name
         self.log, self.answer = logs / f"{trial.name}.log", logs / f"{trial.name}.json"
         file = logs / f"{trial.name}.yaml"
-        shutil.rmtree(self.folder, ignore_errors=True)  # what an interruption has left
+        shutil.rmtree(self.folder, ignore_errors=True)  # left by an interruption
         with writable(logs.parent):
             file.write_text(dump(trial.config), encoding="utf-8")
             self.began = time.monotonic()
@@ -58,7 +58,7 @@ class RunningTrial:
         self.sessions = {self.process.pid}
 
     def poll(self) -> TrialRow | None:
-        """The row once the trial is over, which it is at its deadline; nothing is left of it then."""
+        """The trial's row once it is over, at its deadline at the latest, with all its processes gone; else None."""
         status = self.process.poll()
         if status is None:
             self.sessions |= sessions_below(self.process.pid)
@@ -72,7 +72,7 @@ class RunningTrial:
         return self._row(FAULTS.get(fault, "failed"), error) if error else self._measured()
 
     def end(self) -> None:
-        """Kills the trial with all that it has started."""
+        """Kills the trial and all processes that it has started."""
         from pentad.orchestrator.cluster.ray_head import kill_sessions, members_of  # imports ray
 
         self.sessions |= sessions_below(self.process.pid)
@@ -85,7 +85,7 @@ class RunningTrial:
         kill_sessions(self.sessions, KILL_SECONDS)
 
     def _error(self, status: int) -> tuple[str, str]:
-        """Why it failed, '' if it did not, and the kind of a rank's fault."""
+        """Why the trial failed ('' if it did not), and the kind of a rank's fault ('' if unknown)."""
         with suppress(ValueError, OSError):
             answer = json.loads(self.answer.read_text(encoding="utf-8"))
             return re.sub(r" \(more in [^)]*\)$", "", answer.get("error", "")), answer.get("fault", "")
@@ -95,7 +95,7 @@ class RunningTrial:
         return f"its process ended with status {status}: {lines[-1] if lines else 'it said nothing'}", ""
 
     def _standing(self) -> str:
-        """What its ranks were doing."""
+        """What the trial's ranks were doing, in words."""
         steps = len(self._metrics())
         from pentad.orchestrator.control.control_client import NotLive, connect  # imports grpc
 
@@ -123,7 +123,7 @@ class RunningTrial:
         return self.trial.row._replace(outcome=outcome, cause=" ".join(cause.split()), wall_seconds=round(seconds, 3))
 
     def _measured(self) -> TrialRow:
-        """Medians of the steps but the first, which warms up."""
+        """The row with medians over all steps but the first, which warms up."""
         rows = self._metrics()
         if not rows:
             return self._row("failed", "it ended without a step")
@@ -143,7 +143,7 @@ class RunningTrial:
 
 
 def standing_text(ranks: list[dict[str, Any]]) -> str:
-    """'rank 1 stood at 1F0 of step 3 (hung)', of those that have not been heard of for longest."""
+    """Where the ranks that have been silent the longest stood, such as 'rank 1 stood at 1F0 of step 3 (hung)'."""
     late = sorted(ranks, key=lambda rank: -(rank["heartbeat_age_seconds"] or 0.0))
     texts = []
     for rank in late[:MOST_RANKS]:
@@ -153,7 +153,7 @@ def standing_text(ranks: list[dict[str, Any]]) -> str:
 
 
 def sessions_below(process: int) -> set[int]:
-    """The sessions of a process and of all that it has started, as far as it is still known."""
+    """The sessions of a process and its descendants, as far as they can still be found."""
     from pentad.orchestrator.cluster.ray_head import psutil  # imports ray
 
     found = set[int]()

@@ -1,6 +1,6 @@
-"""`pentad sweep`: runs trials beside each other on free devices, and keeps a row of each in the folder of the sweep.
+"""`pentad sweep`: runs trials in parallel on free devices, and keeps a row for each in the sweep's folder.
 
-What is in the folder already is not run again, so that the same command resumes a sweep.
+Trials with a row in the folder are not run again, so the same command resumes a sweep.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Start = Callable[[Trial, FreeDevices, tuple[str, ...]], Running]
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """How many trials of this call have a row and run; and the newest row, if one is new."""
+    """How many trials of this call have a row, and how many are running; and the newest row, if there is a new one."""
 
     done: int
     running: int
@@ -50,7 +50,7 @@ Report = Callable[[SweepProgress], object]
 
 @dataclass(frozen=True)
 class Sweep:
-    """The rows of this call's trials, in their order; `ran` of them are new."""
+    """The rows of this call's trials, in their order; `ran` of them ran in this call."""
 
     rows: list[TrialRow]
     ran: int
@@ -67,11 +67,11 @@ def sweep(
     retry: bool = False,
     start: Start | None = None,
 ) -> Sweep:
-    """Runs the trials that have no row in `folder` yet; with `retry` also those that failed. Each ends at its
-    `deadline`, in seconds.
+    """Runs the trials that have no row in `folder` yet; with `retry` also those that were not measured. Each is ended
+    after `deadline` seconds.
 
-    After Ctrl-C, SIGTERM or SIGHUP no trial is left, nor a row of those that ran, and KeyboardInterrupt is raised.
-    Raises PentadError if another sweep has the folder, or it cannot be written.
+    On Ctrl-C, SIGTERM or SIGHUP, running trials are ended without a row and KeyboardInterrupt is raised. Raises
+    PentadError if another sweep has locked the folder, or it cannot be written.
     """
     logs = folder / LOGS
     with writable(folder):
@@ -108,7 +108,7 @@ def run_trials(
     *,
     done: int = 0,
 ) -> None:
-    """Starts each trial, in order, as soon as enough devices are free. None is left, whatever is raised."""
+    """Starts each trial, in order, as soon as enough devices are free. Ends all trials, whatever is raised."""
     waiting, running = list(trials), list[Running]()
     try:
         while waiting or running:

@@ -1,5 +1,5 @@
-"""The process of a trial: `python -m pentad.orchestrator.sweep.trial_process CONFIG PARENT` trains, and prints one line
-of JSON: {} or the error and its fault. It ends with the process PARENT, which has started it."""
+"""The process of a trial: `python -m pentad.orchestrator.sweep.trial_process CONFIG PARENT` trains and prints one line
+of JSON: {}, or the error and its fault. It ends with its parent process PARENT."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def end_with(parent: int) -> None:
-    """The kernel kills this process when the sweep's dies, in whatever way; its Ray head ends with it."""
+    """Has the kernel kill this process when the sweep's process dies, however it dies; its Ray head ends with it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

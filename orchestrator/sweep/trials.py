@@ -1,4 +1,4 @@
-"""What a trial is: a short run of a configuration, or the reason why there is none."""
+"""Trials: short runs of configurations, or the reasons why there are none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pentad.schedules.spec.tensors import num_parameters
 
 @dataclass(frozen=True)
 class Trial:
-    """`row` has what is known before it runs; `config` is None if it is pruned."""
+    """A trial. `row` has what is known before it runs; `config` is None if it is pruned."""
 
     row: TrialRow
     config: RunConfig | None = None
@@ -41,8 +41,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A configuration file, the points of a grid, steps of a trial; and, with a `search`, how many of the best meshes
-    to try at each point, on each of these numbers of `gpus` (none: those of the point's mesh)."""
+    """A configuration file, the points of a grid, and the steps of a trial. With a `search`, that many of the best
+    meshes are tried at each point, on each number of `gpus` (empty: as many as the point's mesh has)."""
 
     file: Path | None
     points: Sequence[Point]
@@ -52,8 +52,8 @@ class SweepRequest:
 
 
 def trials_of(request: SweepRequest, free: FreeDevices, folder: Path) -> list[Trial]:
-    """In the order of the points, each configuration once; runs are in `folder`. Raises PentadError if there are too
-    many."""
+    """The trials in the order of the points, each configuration once; their runs will be in `folder`. Raises
+    PentadError if there are too many."""
     found = dict[str, Trial]()
     for point in request.points:
         for candidate in _candidates(request, point) if request.search else [point]:
@@ -65,8 +65,8 @@ def trials_of(request: SweepRequest, free: FreeDevices, folder: Path) -> list[Tr
 
 
 def first_valid(file: Path | None, points: Sequence[Point], *, searched: bool = False) -> RunConfig:
-    """The configuration of the first point that has a valid one, or has one to search with if it is to be `searched`.
-    Raises the error of the first point if none has."""
+    """The configuration of the first point that has a valid one (if `searched`, valid for a search). Raises the error
+    of the first point if none has."""
     errors = list[PentadError]()
     for point in points:
         try:
@@ -77,7 +77,7 @@ def first_valid(file: Path | None, points: Sequence[Point], *, searched: bool = 
 
 
 def _candidates(request: SweepRequest, point: Point) -> Iterator[Point | Trial]:
-    """The search's best meshes at a point, as points; or why there are none."""
+    """The search's best meshes at a point, as points; or pruned trials that say why there are none."""
     try:
         config, words = load_for_search(request.file, point.words)
     except PentadError as error:
@@ -101,7 +101,8 @@ def _candidates(request: SweepRequest, point: Point) -> Iterator[Point | Trial]:
 
 
 def plan_trial(request: SweepRequest, point: Point, free: FreeDevices, folder: Path) -> Trial:
-    """Pruned if the configuration is not valid, does not fit, or needs more devices than there are."""
+    """The trial of a point, pruned if the configuration is invalid, does not fit, or needs more devices than there
+    are."""
     try:
         config = trial_config(load(request.file, point.words), request.steps, free.device)
         if config.mesh.size > free.most:
@@ -119,8 +120,8 @@ def plan_trial(request: SweepRequest, point: Point, free: FreeDevices, folder: P
 
 
 def trial_config(config: RunConfig, steps: int, device: str) -> RunConfig:
-    """The run's first `steps` with its full batch, without evaluations, checkpoints and loggers, in which the first
-    failure is the end. The learning rates are those of the whole run."""
+    """The configuration of a run's first `steps`, with its full batch and the whole run's learning rates, but without
+    evaluations, checkpoints and loggers. The first failure ends it."""
     changes = {
         "run": {"name": "trial", "steps": steps, "folder": "trials"},
         "batch": {"rampup": None},
@@ -136,7 +137,7 @@ def trial_config(config: RunConfig, steps: int, device: str) -> RunConfig:
 
 
 def _pruned(request: SweepRequest, point: Point, why: str, ranks: int | None = None) -> Trial:
-    """With what the configuration says of its mesh and schedule, valid or not."""
+    """A pruned trial, with what the configuration, valid or not, says about its mesh and schedule."""
     raw, facts = _sections(request, point), dict[str, Any]()
     mesh, schedule = raw.get("mesh"), raw.get("schedule")
     if isinstance(mesh, Mapping) and ranks is None:
@@ -152,7 +153,7 @@ def _pruned(request: SweepRequest, point: Point, why: str, ranks: int | None = N
 def _sections(request: SweepRequest, point: Point) -> dict[str, Any]:
     try:
         return unchecked(request.file, point.words)
-    except PentadError:  # which is the reason
+    except PentadError:  # already the reason for pruning
         return {}
 
 
@@ -182,7 +183,7 @@ def _facts(found: PlannedRun, family: str) -> dict[str, Any]:
 
 
 def layout_text(found: PlannedRun) -> str:
-    """'dp4 x pp2, zb-v, 8 x 1 sequences, ZeRO-1'"""
+    """The layout in words, such as 'dp4 x pp2, zb-v, 8 x 1 sequences, ZeRO-1'."""
     plan = found.plan
     parts = [
         str(plan.mesh),

@@ -1,4 +1,4 @@
-"""A sweep in a terminal: a line a trial while it runs, then a table, the fastest first."""
+"""A sweep on a terminal: a line per trial as it ends, then a table with the fastest first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pentad.orchestrator.sweep.sweep import Report, Sweep, SweepProgress
 
 @contextmanager
 def progress(trials: int) -> Iterator[Report]:
-    """A bar on stderr, if that is a terminal, and a line for each trial that ends."""
+    """A progress bar on stderr, if that is a terminal, and a line for each trial that ends."""
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn(" {task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -34,7 +34,8 @@ def progress(trials: int) -> Iterator[Report]:
 
 
 def line_of(row: TrialRow) -> str:
-    """'dp2 x pp2, 1f1b, ...: 12 ms a step, predicted 11 ms', or why there are no such figures."""
+    """A line such as 'dp2 x pp2, 1f1b, ...: 12 ms a step, predicted 11 ms', or with the reason why it was not
+    measured."""
     name = row.layout or row.settings or row.command
     if row.outcome != "measured":
         return f"{name}: {TEXTS[row.outcome]}: {row.cause}"
@@ -63,7 +64,7 @@ def show_sweep(found: Sweep, page: str, console: Console) -> None:
 
 
 def _columns(rows: Sequence[TrialRow]) -> dict[str, list[str]]:
-    """The cells of each column, by its head, but for what is the same or unknown everywhere."""
+    """The cells of each column by head, without columns that are unknown in all rows, or a model that all share."""
     most = max(row.tokens_per_second or 0.0 for row in rows)
     found = {
         "model": [row.model for row in rows],

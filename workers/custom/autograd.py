@@ -1,7 +1,7 @@
-"""F, B and W of a user's torch modules: autograd runs from result to input, and weight products wait for W.
+"""F, B and W of a user's torch modules: autograd runs from the result to the input, and weight GEMMs are left to W.
 
-A layer sees its parameters as `DeferringWeight`s. Where one is the weight of torch.nn.functional.linear or embedding, B
-computes the gradient of the input only, and leaves a LinearWgrad or EmbeddingWgrad to W. Every other use is
+A layer sees its parameters as `DeferringWeight`s. If one is the weight of torch.nn.functional.linear or embedding, B
+computes only the gradient of the input, and leaves a LinearWgrad or EmbeddingWgrad to W. Every other use is
 differentiated in B, and W adds the gradients.
 """
 
@@ -23,7 +23,7 @@ from pentad.workers.model.base_stage import storage_id
 
 
 class BoundParameters(NamedTuple):
-    """Parameters and autograd's leaves by name; the weights are in one storage, from element `offset` on."""
+    """Parameters and their autograd leaves by name; the weights share one storage, from element `offset` on."""
 
     params: Params
     leaves: dict[str, Tensor]
@@ -32,7 +32,7 @@ class BoundParameters(NamedTuple):
 
 
 class GraphOutput(NamedTuple):
-    """Where B starts: a result without its memory. `edge` is None if it depends on no parameter and no input."""
+    """Where B starts: a result without its memory. `edge` is None if the result depends on no parameter or input."""
 
     edge: GradientEdge | None
     shape: torch.Size
@@ -40,7 +40,7 @@ class GraphOutput(NamedTuple):
 
 
 class ParameterOwner:
-    """Holds the parameters of a stage: where they are now, and the tape of the slice whose forward is running."""
+    """Holds the parameters of a stage, wherever they are at present, and the tape of the slice running its forward."""
 
     bound: BoundParameters
     tape: Tape | None = None
@@ -49,7 +49,7 @@ class ParameterOwner:
 class Tape:
     """What the forward of one slice saves for B, and the work that B leaves to W.
 
-    Weights are not saved but looked up again, since they may lie elsewhere by then (ZeRO-3).
+    Weights are not saved but looked up again, because they may have moved by then (ZeRO-3).
     """
 
     def __init__(self, owner: ParameterOwner) -> None:
@@ -68,7 +68,7 @@ class Tape:
             self.owner.tape = None
 
     def backward(self, x: Tensor | None, output: GraphOutput, dy: Tensor) -> Tensor | None:
-        """B: the gradient of x, if any; fills `work` and frees the graph."""
+        """Runs B: returns the gradient of x, if any; fills `work` and frees the graph."""
         self.saved.clear()
         if output.edge is None:
             return None if x is None else torch.zeros_like(x)
@@ -114,7 +114,7 @@ class DeferringWeight(Tensor):
 
 
 class DeferringMode(TorchFunctionMode):
-    """Does the same for fake tensors, which cannot be `DeferringWeight`s."""
+    """The same for fake tensors, which cannot be `DeferringWeight`s."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -127,7 +127,7 @@ def graph_output(result: Tensor) -> GraphOutput:
 
 
 def bind_parameters(params: Params, owner: ParameterOwner, *, fake: bool = False) -> BoundParameters:
-    """Weights share one storage; leaves are plain tensors if they are fake."""
+    """Creates autograd leaves for parameters whose weights share one storage; plain tensors for `fake` ones."""
     leaves: dict[str, Any] = {}
     for name, (weight, *_) in params.items():
         leaf: Any = weight.detach() if fake else weight.detach().as_subclass(DeferringWeight)
@@ -140,12 +140,12 @@ def bind_parameters(params: Params, owner: ParameterOwner, *, fake: bool = False
 
 
 def operands(item: Wgrad) -> dict[str, Tensor]:
-    """What W reads besides the gradient, by field."""
+    """The tensors that W reads besides the gradient, by field."""
     return {name: x for name, x in item._asdict().items() if name != "gradient" and isinstance(x, Tensor)}
 
 
 def copy_from(storages: set[int], item: Wgrad) -> Wgrad:
-    """The same work for W with copies of what it reads in these storages, which transfers reuse after B."""
+    """The same work for W, with copies of its operands in these storages, which transfers reuse after B."""
     copies: dict[str, Any] = {name: x.clone() for name, x in operands(item).items() if storage_id(x) in storages}
     return item._replace(**copies)
 
@@ -159,7 +159,8 @@ def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 class _Linear(Function):
-    """The weight and bias are inputs only so that B reaches this: their gradients are None."""
+    """A linear layer whose weight gradient is left to W. Weight and bias are inputs only so that autograd reaches this
+    function: their gradients are None."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any) -> Tensor:
@@ -196,7 +197,7 @@ class _Embedding(Function):
 
 
 def _tape(tensor: Any) -> Tape | None:
-    """The tape that is recording, if this is a parameter."""
+    """The tape that is recording, if this tensor is a parameter; else None."""
     owner = getattr(tensor, "owner", None)
     return owner.tape if isinstance(owner, ParameterOwner) else None
 

@@ -1,6 +1,6 @@
-"""Inspects a custom model before it runs: parameter shapes, FLOPs, activation bytes, and what cannot be trained.
+"""Inspects a custom model before it runs: parameter shapes, FLOPs, activation bytes, and whether it can be trained.
 
-Every layer runs once on fake tensors, which have no memory, so a model of any size takes seconds.
+Every layer runs once on fake tensors, which need no memory, so this takes seconds for a model of any size.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from pentad.workers.linear.weight_grad import Param
 from pentad.workers.model.base_stage import activation_storages, storage_id
 
 CPU = torch.device("cpu")
-ROWS = 2  # sequences of the trial run
+ROWS = 2  # sequences in the trial run
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Of shapes [batch, heads, length, width]. Grouped heads count as many times as they are read, which torch 2.11
-    does not allow."""
+    """FLOPs of attention for shapes [batch, heads, length, width]. Grouped key and value heads count as often as they
+    are read; torch 2.11's own formula does not accept them."""
     return int(sdpa_flop_count(q, *((shape[0], q[1], *shape[2:]) for shape in (k, v))))
 
 
-# Which torch does not count by itself.
+# Operations that torch does not count by itself.
 FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 def inspect_model(text: str, sizes: Mapping[str, int], dtype: torch.dtype) -> CustomModel:
-    """The model that `text` = 'FILE.py:FUNCTION' makes of those sizes that its function has parameters for.
+    """The model that `text` = 'FILE.py:FUNCTION' makes from those of the `sizes` for which the function has parameters.
 
-    The sizes 'vocab', 'hidden' and 'length' also determine the shapes of its results. Raises PentadError for what
-    cannot be trained, naming the layer.
+    The sizes 'vocab', 'hidden' and 'length' also determine the shapes of its results. Raises PentadError, naming the
+    layer, if the model cannot be trained.
     """
     source = read_source(text, MODEL)
     accepted = accepted_sizes(text, source, sizes)
@@ -88,7 +88,7 @@ def _inspect(
 
 
 class _RandomnessDetector(TorchDispatchMode):
-    """`seen` becomes true when an operation draws random numbers."""
+    """Sets `seen` when an operation draws random numbers."""
 
     seen = False
 
@@ -98,7 +98,7 @@ class _RandomnessDetector(TorchDispatchMode):
 
 
 class _Trial(NamedTuple):
-    """The trial run of layer `number` of the model that `text` names."""
+    """The trial run of layer `number` of the model named by `text`."""
 
     text: str
     number: int
@@ -108,7 +108,8 @@ class _Trial(NamedTuple):
         return model_error(self.text, f"layer {self.number} ({type(self.layer).__name__}) {found}")
 
     def require_trainable(self, seen: dict[int, tuple[nn.Parameter, int]]) -> None:
-        """Adds the parameters to `seen`, which has those of earlier layers by id, with the number of the layer."""
+        """Raises PentadError for parameters or buffers that cannot be trained. Adds the parameters to `seen`, which has
+        those of earlier layers by id, with the layer's number."""
         for name, parameter in self.layer.named_parameters():
             if not parameter.is_floating_point():
                 raise self.error(f"has a parameter {name!r} of {_dtype(parameter.dtype)}: expected floating point")
@@ -124,7 +125,8 @@ class _Trial(NamedTuple):
                 raise self.error(f"has a persistent buffer {name!r}: expected only constant ones (persistent=False)")
 
     def run(self, x: Tensor) -> tuple[Tensor, int, bool]:
-        """(result, FLOPs, whether it draws random numbers) of the forward; tries the backward too."""
+        """(result, FLOPs, whether it draws random numbers) of the forward; also tries the backward. Raises PentadError
+        if the layer fails."""
         x = x.requires_grad_() if x.is_floating_point() else x
         buffers = {name: (buffer, buffer._version) for name, buffer in self.layer.named_buffers()}
         parameters = dict(self.layer.named_parameters())
@@ -154,7 +156,8 @@ class _Trial(NamedTuple):
         return y, int(flops.get_total_flops()), random.seen
 
     def require_result(self, y: Tensor, shape: tuple[int, ...], width: str, dtype: torch.dtype) -> None:
-        """`width` is the config key of the last dimension."""
+        """Raises PentadError unless a result has this shape and dtype; `width` is the config key of the last
+        dimension."""
         found = f"layer {self.number} returns"
         if tuple(y.shape) != shape:
             expected = f"{list(shape)} (rows, batch.sequence_length, {width})"
@@ -186,18 +189,18 @@ class ActivationBytes(NamedTuple):
     """Bytes of one microbatch on a stage."""
 
     saved: int  # by F, besides what it received
-    offloadable: tuple[int, ...]  # of these, by storage
+    offloadable: tuple[int, ...]  # part of the saved bytes, by storage
     layer: int  # the most that one layer saves
-    deferred: int  # what B leaves to W
+    deferred: int  # operands that B leaves to W
 
 
 @lru_cache(256)
 def activation_bytes(
     model: CustomModel, first: int, end: int, hidden: int, rows: int, dtype: torch.dtype
 ) -> ActivationBytes:
-    """Runs F and B of layers `first` to `end` on fake tensors.
+    """Measured by running F and B of layers `first` to `end` on fake tensors.
 
-    Counts what CPU kernels save; GPU kernels may save other statistics of attention and norms.
+    Counts what CPU kernels save; GPU kernels may save other statistics for attention and norms.
     """
     last = end == len(model.layers)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -247,6 +250,6 @@ def _views(shapes: dict[str, torch.Size], dtype: torch.dtype) -> dict[str, Tenso
 
 
 def _storage_bytes(tensors: list[Tensor], excluded: set[int]) -> int:
-    """The bytes of all distinct storages."""
+    """The bytes of all distinct storages of these tensors that are not `excluded`."""
     sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(size for storage, size in sizes.items() if storage not in excluded)

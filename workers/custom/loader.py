@@ -1,6 +1,6 @@
-"""Loads a custom model: the list of layers that the function in the user's file returns.
+"""Loads a custom model: the list of layers that a function in the user's file returns.
 
-A layer is a torch.nn.Module, or a function without parameters that makes one, called only where the layer is held.
+A layer is a torch.nn.Module, or a function without parameters that makes one and is called only on ranks that hold it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MODEL = FunctionKind("model", "(vocab, hidden, layers, ...)", "my.py:my_model")
 EXPECTED = "a list of at least one torch.nn.Module, or such a list and a loss"
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (last layer's result, targets [B, S]) -> losses [B, S]
-ParameterSlots = dict[str, list[tuple[nn.Module, str]]]  # (module, attribute), several for one that modules share
+ParameterSlots = dict[str, list[tuple[nn.Module, str]]]  # (module, attribute) by name; several if modules share one
 
 
 def accepted_sizes(text: str, source: str, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """The sizes that the function has parameters for. Raises PentadError if it needs any other argument."""
+    """The sizes for which the function has parameters. Raises PentadError if it needs any other argument."""
     function = load_function(text, MODEL, source)
     found = "unknown"
     try:
@@ -62,7 +62,7 @@ def call_function(text: str, source: str, sizes: tuple[tuple[str, int], ...]) ->
 
 
 def make_layer(text: str, number: int, item: Any) -> nn.Module:
-    """The module of an item of the list. Raises PentadError if there is none."""
+    """The module for an item of the list. Raises PentadError if the item is or makes none."""
     layer = item
     if not isinstance(item, nn.Module) and callable(item):
         try:
@@ -114,7 +114,7 @@ def cast_layer(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> No
 
 
 def parameter_slots(layers: list[nn.Module], first: int) -> ParameterSlots:
-    """Where modules hold each parameter of layers from number `first` on, by global name."""
+    """Where modules hold each parameter of the layers from number `first` on, by global name."""
     names = {id(parameter): name for name, parameter in named_parameters(layers, first)}
     slots: ParameterSlots = {name: [] for name in names.values()}
     for module in nn.ModuleList(layers).modules():
@@ -124,7 +124,7 @@ def parameter_slots(layers: list[nn.Module], first: int) -> ParameterSlots:
 
 
 def set_parameters(slots: ParameterSlots, values: Mapping[str, Any]) -> None:
-    """Replaces parameters by name."""
+    """Replaces the parameters with these values, by name."""
     for name, value in values.items():
         for module, attribute in slots[name]:
             module._parameters[attribute] = value

@@ -1,4 +1,4 @@
-"""One pipeline stage of a custom model: the user's torch modules, and the loss at the model's end."""
+"""One pipeline stage of a custom model: the user's torch modules and, in the last stage, the loss."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ from pentad.workers.parallel.async_ops import Task
 from pentad.workers.params.param_buffers import ParamBuffers
 from pentad.workers.params.param_init import derive_seed
 
-# Flash attention takes 16-bit dtypes; the rest goes to plain GEMMs, which always add in the same order.
+# Flash attention takes 16-bit dtypes; everything else uses plain GEMMs, which always add in the same order.
 DETERMINISTIC_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 class CustomSaved(NamedTuple):
-    """What is saved between F and B. With recomputation, all but the inputs is missing until RECOMPUTE."""
+    """What is saved between F and B. With recomputation, only the inputs are there until RECOMPUTE."""
 
     inputs: tuple[Tensor | None, Tensor | None, Tensor | None]  # received, tokens, targets
     tape: Tape | None = None
-    x: Tensor | None = None  # what the first layer read
-    output: GraphOutput | None = None  # of the last layer, or of the user's loss
-    sent_storage: int = 0  # that of the result, which a transfer reads: offloading must not touch it
+    x: Tensor | None = None  # the first layer's input
+    output: GraphOutput | None = None  # the last layer's, or the user's loss's
+    sent_storage: int = 0  # the result's, which a transfer reads: offloading must not touch it
     logits: Tensor | None = None
     lse: Tensor | None = None
 
 
 class CustomStage(BaseStage, ParameterOwner):
-    """A stage of torch modules and autograd, which has no order of layers: a W completes no gradient before the end.
+    """A stage of torch modules with autograd. Its W does not proceed by layers, so no gradient is complete before the
+    end of W.
 
-    Layers map [rows, S, H] to the same shape; the first one of the model reads tokens [rows, S], and the last one
-    returns logits [rows, S, V], or whatever the user's loss takes. Random numbers depend only on seed, step, microbatch
-    and layer.
+    Layers map [rows, S, H] to the same shape; the model's first layer reads tokens [rows, S], and its last one returns
+    logits [rows, S, V] or whatever the user's loss takes. Random numbers depend only on seed, step, microbatch and
+    layer.
     """
 
     bound: BoundParameters
@@ -60,10 +61,10 @@ class CustomStage(BaseStage, ParameterOwner):
         super().__init__(plan, index, param_buffers)
         assert plan.model.custom is not None
         self.custom, self.step = plan.model.custom, 0
-        self.dp_rank = self.draws_as = plan.mesh.coordinates(rank).dp  # random numbers are those of dp rank `draws_as`
+        self.dp_rank = self.draws_as = plan.mesh.coordinates(rank).dp  # draws the random numbers of dp rank `draws_as`
         self.layers, self.loss = build_layers(self.custom, plan.seed, *plan.layers[index][:2])
         self.slots = parameter_slots(self.layers, self.layer_numbers.start)
-        # The values are in the flat buffers.
+        # Frees the modules' own values: the parameters are in the flat buffers.
         set_parameters(self.slots, dict.fromkeys(self.slots, nn.Parameter(torch.empty(0))))
         for layer in self.layers:
             cast_layer(layer, param_buffers[0].parameters.compute.dtype, self.device)
@@ -103,7 +104,7 @@ class CustomStage(BaseStage, ParameterOwner):
         return None
 
     def evaluate(self, slice_index: int, inputs: StageInputs) -> Task[Tensor | None]:
-        """Modules are in evaluation mode meanwhile: without dropout, for example."""
+        """Runs the layers with the modules in evaluation mode: without dropout, for example."""
         yield from ()
         received, targets = _received(inputs), inputs.targets
         known = targets if targets is None or self.loss is None else targets.clamp(min=0)  # as in training
@@ -143,14 +144,14 @@ class CustomStage(BaseStage, ParameterOwner):
         return activation_storages(saved.tape.saved if saved.tape is not None else [], excluded)
 
     def _input(self, saved: CustomSaved) -> Tensor:
-        """What the first layer reads: [rows, S] or [rows, S, H]."""
+        """The first layer's input: [rows, S] or [rows, S, H]."""
         received, tokens, _ = saved.inputs
         x = tokens if received is None else received.detach()
         assert x is not None
         return x.view(-1, self.plan.batch.sequence_length, *x.shape[1:])
 
     def _record(self, slice_index: int, saved: CustomSaved) -> tuple[Tensor, Tensor | None, CustomSaved]:
-        """(result, losses, what B needs) of a forward with a graph."""
+        """(result, losses, what B needs) of a forward that records an autograd graph."""
         tape, x = Tape(self), self._input(saved)
         x = x if self.first else x.requires_grad_()
         with tape.recording():
@@ -168,8 +169,8 @@ class CustomStage(BaseStage, ParameterOwner):
     def _run_layers(
         self, slice_index: int, x: Tensor, targets: Tensor | None, step: int | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(result of the last layer, losses, log-sum-exp of the logits if the loss is not the user's). Random numbers
-        are those of `step`, None: the present one."""
+        """(result of the last layer, losses, log-sum-exp of the logits unless the loss is the user's). Random numbers
+        are those of `step` (None: the present one)."""
         step = self.step if step is None else step
         microbatch = self.draws_as * self.microbatches + slice_index
         with self._deterministic():
@@ -220,13 +221,13 @@ class CustomStage(BaseStage, ParameterOwner):
 
 
 def _received(inputs: StageInputs) -> Tensor | None:
-    """A stage of a custom model is not cut within a layer: it receives one tensor."""
+    """The tensor that a stage receives; just one, because custom models are not cut within layers."""
     assert not isinstance(inputs.received, tuple)
     return inputs.received
 
 
 def _output(result: Tensor, received: Tensor | None) -> Tensor:
-    """What F returns of a layer's result: [T, H], and no memory of the transport's."""
+    """A layer's result as F returns it: [T, H], not in the transport's memory."""
     result = result.detach().reshape(-1, result.shape[-1])
     return result.clone() if received is not None and storage_id(result) == storage_id(received) else result
 

@@ -25,7 +25,7 @@ from pentad.workers.parallel.context_share import ContextShare
 T = TypeVar("T")
 MOST_AHEAD = 16  # steps
 POLL_SECONDS = 0.05
-READERS = 8  # threads, so that what a step reads from disk or over a network is requested at once
+READERS = 8  # threads, so that all reads of a step, from disk or network, are requested at once
 AHEAD_BYTES = 2**26
 
 
@@ -33,15 +33,15 @@ class Tokens(NamedTuple):
     """One slice of a microbatch, its rows concatenated: T = rows x positions of this (context) rank in the slice.
 
     All tensors are int64 on the device; a target of -100 has no loss. `document_starts` are, by row, the positions in
-    the full sequence at which a document starts, the first one 0; empty without document masks. `mtp_inputs` are the
-    next tokens as they are, None where no target is masked but past the end: `targets` and `mtp_targets` are the same
-    then. The `positions` in the full sequence are None where all sequences have the same on this rank. With data-aware
-    groups, the tokens are those of a `share`.
+    the full sequence at which a document starts, beginning with 0; empty without document masks. `mtp_inputs` are the
+    next tokens without any masking; None if only targets past the end are masked, because `targets` and `mtp_targets`
+    then hold the same tokens. The `positions` in the full sequence are None if they are the same for all sequences on
+    this rank. With data-aware groups, the tokens are those of a `share`.
     """
 
     inputs: torch.Tensor  # [T]
     targets: torch.Tensor  # [T]
-    mtp_targets: torch.Tensor  # [mtp_layers, T]: the 1st, 2nd, ... token after the target; see the function
+    mtp_targets: torch.Tensor  # [mtp_layers, T]: the 1st, 2nd, ... token after the target; see `mtp_targets` below
     mtp_inputs: torch.Tensor | None  # [mtp_layers, T]: the 1st, 2nd, ... token after the input
     document_starts: tuple[tuple[int, ...], ...]
     positions: torch.Tensor | None = None  # [T]
@@ -49,14 +49,14 @@ class Tokens(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A rank's part of a step, which runs number `program` of the plan's programs: its tokens by slice (slice s of
-    microbatch m has the key m * slices + s). The microbatches `empty` are to be left out: the pipeline has no documents
-    in them.
+    """A rank's part of a step, which runs the plan's program number `program`: its tokens by slice (slice s of
+    microbatch m has the key m * slices + s). The microbatches in `empty` are skipped, because the pipeline has no
+    documents in them.
 
     A rank that computes losses knows how many target tokens the global batch has; the others have 0. `counts`
-    [sources + 1], float64 on the device, are these target tokens by source of the data, and the digest of the rows
-    whose losses this rank counts: every row is one rank's. `row_sources` and `rows_by_slot` (see the function), both
-    [batch size], are on the host.
+    [sources + 1], float64 on the device, are these target tokens by source of the data, followed by the digest of the
+    rows whose losses this rank counts; every row is counted by one rank. `row_sources` and `rows_by_slot` (see the
+    function), both [batch size], are on the host.
     """
 
     tokens: dict[int, Tokens]
@@ -71,9 +71,9 @@ class Batch(NamedTuple):
 class HostBatch(NamedTuple):
     """What a loader thread prepares: `tokens` [microbatches, slices, kinds, T] int64, pinned for a GPU, where kinds are
     the fields of Tokens in order; `counts` [sources + 1] float64, also pinned; document starts by microbatch; the
-    source of every row; `rows_by_slot` (see the function), and the number of the program. With data-aware groups
-    `tokens` [KINDS, all T] are those of the `shares` of the first microbatches, joined; in those after them no rank has
-    a document."""
+    source of every row; `rows_by_slot` (see the function); and the number of the program. With data-aware groups,
+    `tokens` [KINDS, all T] concatenates the tokens of `shares`, one share for each of the first microbatches; in later
+    microbatches no rank has a document."""
 
     tokens: torch.Tensor
     counts: torch.Tensor
@@ -85,8 +85,8 @@ class HostBatch(NamedTuple):
 
 
 class LocalPart(NamedTuple):
-    """The microbatches of its replica that a rank reads, their slots of the global batch, those whose losses it counts,
-    and the microbatches whose losses the first of its tp ranks computes."""
+    """The microbatches of its replica that a rank reads, their slots in the global batch, the slots whose losses it
+    counts, and the microbatches whose losses it computes as the first of its tp ranks."""
 
     microbatches: list[int]
     slots: list[int]
@@ -95,9 +95,9 @@ class LocalPart(NamedTuple):
 
 
 class BatchLoader:
-    """One rank's part of any step; its content depends only on seed, step and row.
+    """Loads one rank's part of any step; its content depends only on seed, step and row.
 
-    Steps in ascending order are prepared in the background.
+    When steps are requested in ascending order, the next ones are prepared in the background.
     """
 
     def __init__(self, plan: Plan, rank: int, dataset: Dataset, device: torch.device) -> None:
@@ -105,14 +105,14 @@ class BatchLoader:
         self.slices, self.positions = plan.program.slices, local_positions(plan, rank).numpy()
         self.parts = [local_part(plan, rank, program) for program in plan.programs]
         self.no_counts = torch.zeros(len(dataset.sources) + 1, dtype=torch.float64, device=device)
-        # Of each shape, the tokens of the step that is read last: captured steps read them where they were.
+        # The tokens of the step loaded last, by shape: captured CUDA graphs read them at fixed addresses.
         self.on_device = dict[torch.Size, torch.Tensor]()
         self.has_losses = plan.program.stages - 1 in plan.stages_of(rank)
         self.pool = ThreadPoolExecutor(READERS, thread_name_prefix="pentad-read")
         self.prefetcher = Prefetcher(self._load, lambda batch: 8 * batch.tokens.numel(), AHEAD_BYTES)
 
     def __call__(self, step: int, check: Callable[[], None] = lambda: None) -> Batch:
-        """Waits for the data of a step, and calls `check` meanwhile. Raises PentadError for data that is damaged."""
+        """Waits for the data of a step, calling `check` meanwhile. Raises PentadError for damaged data."""
         number = self.plan.program_of(step)
         if not self.parts[number].microbatches:
             assert self.plan.batch.document_costs is None, "with document masks, every stage reads microbatches"
@@ -126,7 +126,7 @@ class BatchLoader:
         return found._replace(empty=frozenset(part.microbatches) - found.tokens.keys()) if host.shares else found
 
     def load(self, read: Callable[[int], Sample]) -> dict[int, Tokens]:
-        """Tokens by slice, as those of a step, where `read` returns what is in a slot of a full global batch."""
+        """Tokens by slice, as for a step, where `read` returns the sample in a slot of a full global batch."""
         part = self.parts[0]
         return self._on_device(self._prepared([read(slot) for slot in part.slots]), part) if part.microbatches else {}
 
@@ -144,7 +144,7 @@ class BatchLoader:
         }
 
     def _tokens(self, kinds: torch.Tensor, starts: tuple[tuple[int, ...], ...]) -> Tokens:
-        """From [kinds, T]."""
+        """Tokens from an array of [kinds, T]."""
         mtp, positions = 2 + self.plan.model.mtp_layers, None
         if self.plan.shares_documents:
             kinds, positions = kinds[:-1], kinds[-1]
@@ -156,7 +156,7 @@ class BatchLoader:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, step: int) -> HostBatch:
-        """The reads of a step are all requested at once."""
+        """Reads this rank's part of a step; all its reads are requested at once."""
         dataset, number = self.dataset, self.plan.program_of(step)
         counts = dataset.target_counts(step, self.pool.map) if self.has_losses else np.zeros(len(dataset.sources))
         if self.plan.batch.capacity:
@@ -179,7 +179,7 @@ class BatchLoader:
         given = plan, self.rank, dataset, step, groups, self.parts[number].counted
         shares, digest = read_shares(*given, self.pool.map)
         found = HostBatch(
-            # What numpy has indexed by columns lies by columns.
+            # Fancy indexing of columns leaves numpy arrays in column order.
             torch.from_numpy(np.ascontiguousarray(np.concatenate([share.tokens for share in shares], axis=1))),
             torch.from_numpy(np.append(counts, digest).astype(np.float64)),
             [],
@@ -209,11 +209,11 @@ class BatchLoader:
     def _pinned(self, found: HostBatch) -> HostBatch:
         if self.device.type != "cuda":
             return found
-        torch.cuda.set_device(self.device)  # of this thread
+        torch.cuda.set_device(self.device)  # set per thread
         return found._replace(tokens=found.tokens.pin_memory(), counts=found.counts.pin_memory())
 
     def _positions(self, sample: Sample) -> np.ndarray:
-        """Those of a sequence that this rank holds."""
+        """The positions of a sequence that this rank holds."""
         plan = self.plan
         if not plan.shares_documents:
             return self.positions
@@ -221,7 +221,7 @@ class BatchLoader:
         return positions(*sizes, "zigzag", sample.document_starts)
 
     def _kinds(self, sample: Sample) -> np.ndarray:
-        """[kinds, S]"""
+        """[kinds, S]: the arrays of a sample for the fields of Tokens."""
         mtp_layers, following = self.plan.model.mtp_layers, sample.following
         targets = np.where(sample.is_target, following, IGNORE_INDEX)
         is_masked = self.plan.data.document_mask
@@ -234,22 +234,22 @@ class BatchLoader:
 
 
 def local_part(plan: Plan, rank: int, program: Program) -> LocalPart:
-    """What a rank reads for a program. The first stage embeds tokens and the last computes the loss; document masks are
-    needed by every attention."""
+    """What a rank reads for a program. The first stage embeds tokens and the last one computes the loss; with document
+    masks every stage needs the document starts."""
     at, last, size = plan.mesh.coordinates(rank), program.stages - 1, plan.batch.micro_batch_size
     stages = range(program.stages) if plan.data.document_mask else (0, last)
     own = [(stage, piece // program.slices) for (stage, piece), pp in program.compute_rank.items() if pp == at.pp]
     local = {mb for stage, mb in own if stage in stages}
     counted = {mb for stage, mb in own if stage == last and at.tp == 0}
-    first = (at.dp * plan.mesh.ep + at.ep) * program.microbatches  # of the global batch
+    first = (at.dp * plan.mesh.ep + at.ep) * program.microbatches  # the replica's first in the global batch
     slots = {mb: range((first + mb) * size, (first + mb + 1) * size) for mb in sorted(local)}
     counted_slots = {*chain(*(slots[mb] for mb in counted))} if at.cp == 0 else set()
     return LocalPart(sorted(local), [*chain(*slots.values())], counted_slots, counted)
 
 
 def rows_by_slot(dataset: Dataset, batch: BatchSpec, step: int, map_rows: MapRows = map) -> np.ndarray:
-    """[batch size] int64: the row of a step's global batch in every slot. Slots are in the order of replicas, of the
-    microbatches of each, and of sequences in them. `map_rows` may read rows at once."""
+    """[batch size] int64: the row of a step's global batch in every slot. Slots are ordered by replica, microbatch and
+    sequence. `map_rows` may read rows in parallel."""
     size = batch.sizes.size(step)
     if batch.document_costs is None:
         return np.arange(size)
@@ -258,7 +258,7 @@ def rows_by_slot(dataset: Dataset, batch: BatchSpec, step: int, map_rows: MapRow
 
 
 def _shares_on_device(host: HostBatch, device: torch.device) -> dict[int, Tokens]:
-    """The tokens of the microbatches in which the rank has tokens."""
+    """The tokens by microbatch, for those in which the rank has any."""
     sizes = [share.tokens.shape[1] for share in host.shares]
     parts = host.tokens.to(device, non_blocking=True).split(sizes, 1)
     none = host.tokens.new_empty(0, 0)
@@ -270,26 +270,27 @@ def _shares_on_device(host: HostBatch, device: torch.device) -> dict[int, Tokens
 
 
 def mtp_targets(sample: Sample, layers: int, *, separate: bool) -> list[np.ndarray]:
-    """The 1st, 2nd, ... token after each target [S], -100 where it does not count or the sequence has ended. With
-    `separate` documents, also where that of the target has: what comes next does not follow it."""
+    """The 1st, 2nd, ... token after each target [S], -100 where it does not count or is past the end of the sequence;
+    with `separate` documents also where it is past the end of the target's document."""
     targets = np.where(sample.is_target, sample.following, IGNORE_INDEX)
     found = [_shifted(targets, k, IGNORE_INDEX) for k in range(1, layers + 1)]
     for k, each in enumerate(found, 1) if separate else ():
-        last = np.subtract.outer(sample.document_starts[1:], np.arange(1, k + 1))  # positions of documents
+        last = np.subtract.outer(sample.document_starts[1:], np.arange(1, k + 1))  # the last k positions of documents
         each[last[last >= 0].astype(np.int64)] = IGNORE_INDEX
     return found
 
 
 def _shifted(tokens: np.ndarray, by: int, fill: int) -> np.ndarray:
-    """`tokens` [S] shifted to the left, filled at the end."""
+    """`tokens` [S] shifted left by `by`, with `fill` at the end."""
     return np.concatenate([tokens[by:], np.full(by, fill)])
 
 
 class Prefetcher(Generic[T]):
-    """Calls `load(step)` for ascending steps, ahead of `get`, as long as all that is ready takes at most `limit` bytes
-    (by `size`), but always one step; and no further ahead than `get` has come: a run of few steps is not to load many.
+    """Calls `load(step)` for ascending steps, ahead of `get`, while all that is ready takes at most `limit` bytes (by
+    `size`), but for at least one step. It never loads further ahead than `get` has advanced, so that a run of few steps
+    does not load many.
 
-    After a jump to any other step, that step is loaded next: what `get` returns never depends on what was ready.
+    After a jump to another step, that step is loaded next: what `get` returns never depends on what was ready.
     """
 
     def __init__(self, load: Callable[[int], T], size: Callable[[T], int], limit: int) -> None:
@@ -301,7 +302,7 @@ class Prefetcher(Generic[T]):
         self.thread: threading.Thread | None = None
 
     def get(self, step: int, check: Callable[[], None]) -> T:
-        """Waits for a step, and calls `check` meanwhile. Raises what `load` has raised for it."""
+        """Waits for a step, calling `check` meanwhile. Raises what `load` raised for it."""
         with self.changed:
             self.requested, self.ready = step, {ahead: each for ahead, each in self.ready.items() if ahead >= step}
             if step not in self.ready and step != self.loading:
@@ -321,7 +322,7 @@ class Prefetcher(Generic[T]):
         return found
 
     def close(self) -> None:
-        """Lets go of what is ready, and of `load`: what that refers to may refer to this, and has files open."""
+        """Drops what is ready, and `load`, which may hold open files and refer back to this object."""
         with self.changed:
             self.load = None
             self.ready.clear()
@@ -331,7 +332,7 @@ class Prefetcher(Generic[T]):
         while True:
             with self.changed:
                 while (load := self.load) is not None and not self._has_room():
-                    self.changed.wait(POLL_SECONDS)  # not woken when a step begins, of which the host is to be ahead
+                    self.changed.wait(POLL_SECONDS)  # polls: not to compete with the host at the start of a step
                 if load is None:
                     return
                 step = self.loading = self.next_step
@@ -339,14 +340,14 @@ class Prefetcher(Generic[T]):
             found: T | BaseException
             try:
                 found = load(step)
-            except BaseException as error:  # `get` raises it
+            except BaseException as error:  # raised by `get`
                 found = error
             with self.changed:
                 self.loading = -1
-                if step >= self.requested and step + 1 == self.next_step:  # else it was left behind by a jump
+                if step >= self.requested and step + 1 == self.next_step:  # otherwise a jump has made it obsolete
                     self.ready[step] = found
-                # Only whoever gets it may free it: pinned memory that this thread frees while the other one captures a
-                # CUDA graph ends the capture.
+                # Only the consumer may free it: freeing pinned memory in this thread while another thread captures a
+                # CUDA graph would end the capture.
                 del found
                 self.changed.notify_all()
 

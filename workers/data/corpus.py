@@ -1,4 +1,4 @@
-"""A corpus of tokens on disk, memory-mapped: one flat stream of all documents, each with its end token."""
+"""A memory-mapped corpus of tokens: one flat stream of all documents, each with its end token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ OFFSET, MASK = np.dtype("<i8"), np.dtype(np.uint8)
 
 
 class Overlap(NamedTuple):
-    """The part of a window that is in one record batch: its tokens `first` to `end`, and where the batch starts."""
+    """The part of a window in one record batch: the batch's tokens `first` to `end`, and where the batch starts in the
+    flat stream."""
 
     shard: int
     batch: RecordBatch
@@ -34,7 +35,7 @@ class Overlap(NamedTuple):
 
 
 class Shards:
-    """The shards of a corpus, a few of them mapped, and where their record batches start in the flat stream."""
+    """The shards of a corpus, some of them mapped, and where their record batches start in the flat stream."""
 
     def __init__(self, folder: Folder, index: Index, cache: Path) -> None:
         self.dtype, self.vocab_size = np.dtype(index.dtype).newbyteorder("<"), index.vocab_size
@@ -43,7 +44,7 @@ class Shards:
             (number, batch) for number, shard in enumerate(index.shards) for batch in shard.batches if batch.tokens
         ]
         self.starts = np.fromiter(accumulate((batch.tokens for _, batch in self.batches), initial=0), np.int64)
-        files = self.files  # not self, which has the cache: in a cycle shards would stay open
+        files = self.files  # not self: it has the cache, and a reference cycle would keep shards open
         self.map = lru_cache(SHARDS_OPEN)(lambda shard: files[shard].map())
 
     def overlaps(self, start: int, count: int) -> Iterator[Overlap]:
@@ -57,7 +58,7 @@ class Shards:
             number += 1
 
     def tokens(self, part: Overlap) -> np.ndarray:
-        """Raises PentadError for a token beyond the vocabulary."""
+        """The tokens of a part. Raises PentadError for a token beyond the vocabulary."""
         found = self._read(part, part.batch.tokens_at, self.dtype)
         if len(found) and (largest := int(found.max())) >= self.vocab_size:
             where, expected = self.files[part.shard].name, f"expected ids below {self.vocab_size}"
@@ -70,7 +71,7 @@ class Shards:
         return self._read(part, part.batch.loss_mask_at, MASK)
 
     def offsets(self, part: Overlap) -> np.ndarray:
-        """[documents + 1]: where the documents of the record batch start in it, then its tokens."""
+        """[documents + 1]: where the record batch's documents start in it, followed by its number of tokens."""
         file, batch = self.files[part.shard], part.batch
         return file.read(self.map(part.shard), batch.offsets_at, OFFSET, batch.documents + 1)
 
@@ -81,9 +82,9 @@ class Shards:
 
 @dataclass(frozen=True)
 class Corpus:
-    """An open corpus: `tokens` ids below `vocab_size` in `documents` documents, mapped and not read into memory.
+    """An open corpus: `tokens` ids below `vocab_size` in `documents` documents, memory-mapped.
 
-    `fingerprint` is the sha256 of the index, which has the checksums of all content: ranks and resumed runs compare it.
+    `fingerprint` is the sha256 of the index, which has the checksums of all content; ranks and resumed runs compare it.
     `tokenizer` is the sha256 of the tokenizer. Reading raises PentadError for a shard that is missing or damaged.
     """
 
@@ -102,12 +103,12 @@ class Corpus:
         return np.concatenate([np.empty(0, np.int64), *parts], dtype=np.int64)
 
     def loss_mask(self, start: int, count: int) -> np.ndarray:
-        """[count] bool: which of these tokens count as targets; all of them in a corpus without loss masks."""
+        """[count] bool: which of these tokens count as targets; all in a corpus without loss masks."""
         parts = [self.shards.loss_mask(part) for part in self.shards.overlaps(start, count)]
         return np.concatenate([np.empty(0, MASK), *parts]) != 0
 
     def boundaries(self, start: int, count: int) -> np.ndarray:
-        """Positions relative to `start`, below `count`, at which a document starts, ascending int64."""
+        """The positions relative to `start`, below `count`, at which a document starts; ascending int64."""
         found = [np.empty(0, np.int64)]
         for part in self.shards.overlaps(start, count):
             offsets = self.shards.offsets(part)
@@ -123,7 +124,7 @@ class Corpus:
             yield from zip((offsets[:-1] + part.start).tolist(), np.diff(offsets).tolist(), strict=True)
 
     def verify(self) -> None:
-        """Checks all shards: checksums, ids below the vocabulary size, documents that follow one another."""
+        """Checks all shards: checksums, ids below the vocabulary size, contiguous documents. Raises PentadError."""
         shards = self.shards
         for number, file in enumerate(shards.files):
             file.check(shards.map(number), 0, -(-file.shard.bytes // CHECKED))
@@ -138,11 +139,11 @@ class Corpus:
 def open_corpus(
     path: str | Path, verify: bool = False, argument: str = "data.path", cache: str = "~/.cache/pentad"
 ) -> Corpus:
-    """Opens the corpus in folder `path`, or at that URI, from its index. Checks that all shards are there; their
-    content is checked when it is read first, all of it at once with `verify`. What is read of a remote corpus is kept
-    in the folder `cache`. `argument` is what the user calls the path.
+    """Opens the corpus in the folder or at the URI `path` from its index. Checks that all shards exist; their content
+    is checked when it is first read, or all at once with `verify`. What is read from a remote corpus is kept in the
+    folder `cache`. `argument` is the key or option that names the path to the user.
 
-    Raises PentadError for a folder that is missing, foreign, empty or damaged.
+    Raises PentadError for a folder that is missing, not a corpus, empty or damaged.
     """
     folder = folder_at(path, argument)
     text = _index_text(folder, argument)
@@ -170,7 +171,7 @@ def open_corpus(
 
 
 def read_index(path: str | Path, argument: str) -> Index:
-    """The index of the corpus in folder `path`. Raises PentadError, which names `argument`, if there is none."""
+    """The index of the corpus in the folder `path`. Raises PentadError, naming `argument`, if there is none."""
     folder = folder_at(path, argument)
     return parse_index(_index_text(folder, argument), f"{folder.name}/{INDEX_FILE}")
 

@@ -1,6 +1,6 @@
-"""`index.json` of a corpus: where everything in its shards is, so that a corpus opens without reading them.
+"""`index.json` of a corpus: where everything is in its shards, so that a corpus opens without reading them.
 
-Written last, so it marks a complete corpus.
+It is written last, so it marks a complete corpus.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from reprlib import repr as shown  # whose work and length are bounded
+from reprlib import repr as shown  # of bounded work and length
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
@@ -22,13 +22,13 @@ INDEX_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer.json"
 END = "<|endoftext|>"
 MIN_VOCAB = 257  # one per byte, and the end token
-MAX_VOCAB = 2**24  # the trainer allocates this many up front
+MAX_VOCAB = 2**24  # the tokenizer's trainer allocates the vocabulary up front
 MAX_SHARD_BYTES = 2**40
-CHECKED = 2**16  # bytes of a shard that have a checksum of their own
+CHECKED = 2**16  # bytes of a shard per checksum
 
 
 def require_vocab(vocab: int, argument: str) -> None:
-    """Raises PentadError for a size that no tokenizer can be trained with."""
+    """Raises PentadError for a vocabulary size with which no tokenizer can be trained."""
     if vocab < MIN_VOCAB:
         raise PentadError(f"{argument} is {vocab}: expected at least {MIN_VOCAB} (one per byte, and {END})")
     if vocab > MAX_VOCAB:
@@ -36,8 +36,8 @@ def require_vocab(vocab: int, argument: str) -> None:
 
 
 class RecordBatch(NamedTuple):
-    """Complete documents in a shard. The last three are bytes from the start of the file: `offsets` is [documents + 1]
-    int64 and ascending, 0 first; `loss_mask` is 0 for a shard without one."""
+    """Complete documents in a shard. The last three fields are where the columns start in the file, in bytes; the
+    offsets are [documents + 1] int64, ascending from 0, and `loss_mask_at` is 0 for a shard without loss masks."""
 
     tokens: int
     documents: int
@@ -50,7 +50,7 @@ class RecordBatch(NamedTuple):
 class Shard:
     """One Arrow file of a corpus. `tokens` includes end-of-document tokens.
 
-    `checksums` is the sha256 of the file of checksums beside it: the CRC-32 of every block of CHECKED bytes.
+    `checksums` is the sha256 of the checksum file beside it, which has the CRC-32 of every block of CHECKED bytes.
     """
 
     file: str
@@ -73,9 +73,10 @@ class TokenizerFile:
 
 @dataclass(frozen=True)
 class Origin:
-    """How a corpus was made: from which fields of the rows, and the sha256 of its chat template, "" for plain text.
+    """How a corpus was made: from which fields of the rows, and with which chat template (its sha256, "" for plain
+    text).
 
-    Left out were rows whose text is null or empty, and conversations in which no token is trained.
+    The counts are of what was left out: rows whose text is null or empty, and conversations without a trained token.
     """
 
     fields: str
@@ -84,7 +85,7 @@ class Origin:
     untrained_conversations: int
 
 
-PLAIN = Origin("", "", 0, 0)  # of text that is in no rows
+PLAIN = Origin("", "", 0, 0)  # for text that does not come in rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +104,17 @@ class Index:
 
 
 def plural(count: int, noun: str) -> str:
-    """'1 shard', '2,000 shards'"""
+    """A count with its noun: '1 shard', '2,000 shards'."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def checksum_file(shard: str) -> str:
-    """The name of the file of checksums of a shard: little-endian uint32."""
+    """The name of a shard's checksum file, which holds little-endian uint32."""
     return shard.removesuffix(".arrow") + ".crc32"
 
 
 def index_text(index: Index) -> str:
-    """The JSON text of an index, a line a shard; `parse_index` is its inverse."""
+    """The JSON text of an index, with one line per shard; `parse_index` is the inverse."""
     fields = {field: value for field, value in vars(index).items() if field != "shards"}
     records = {"tokenizer": asdict(index.tokenizer), "origin": asdict(index.origin)}
     text = json.dumps(fields | records, indent=1).removesuffix("\n}")
@@ -122,7 +123,7 @@ def index_text(index: Index) -> str:
 
 
 def parse_index(text: str, path: Path | str) -> Index:
-    """The index in `text`, read from `path`. Raises PentadError if it is not pentad's or its sums are wrong."""
+    """The index in `text`, read from `path`. Raises PentadError if it is not a pentad index or is inconsistent."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -160,11 +161,12 @@ def _require_inside(shard: Shard, itemsize: int, name: str, path: Path | str) ->
             raise PentadError(f"{path} has {name} beyond byte {shard.bytes}: expected record batches inside the file")
 
 
-_types_of = lru_cache(get_type_hints)  # which compiles every annotation, once a shard otherwise
+_types_of = lru_cache(get_type_hints)  # cached, as it compiles every annotation and is needed for each shard
 
 
 def _parse(kind: Any, content: Any, path: Path | str, prefix: str = "") -> Any:
-    """A dataclass from JSON: fields have their types, counts are not negative, files are names inside the folder."""
+    """A dataclass from JSON. Raises PentadError unless fields have their types, counts are not negative, and files are
+    names inside the folder."""
     if not isinstance(content, dict):
         found = type(content).__name__
         raise PentadError(f"{path} holds a {found} at '{prefix}': expected the index of a pentad corpus")
@@ -172,7 +174,7 @@ def _parse(kind: Any, content: Any, path: Path | str, prefix: str = "") -> Any:
     for key, expected in _types_of(kind).items():
         name = f"{prefix}{key}"
         value: Any = content.get(key)
-        of_each = next(iter(get_args(expected)), None)  # of a tuple
+        of_each = next(iter(get_args(expected)), None)  # the element type of a tuple
         stored: Any = list if of_each else dict if is_dataclass(expected) else expected
         if type(value) is not stored:
             found = f"no {name}" if value is None else f"{name} = {shown(value)}"

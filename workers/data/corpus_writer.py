@@ -1,4 +1,4 @@
-"""Writes a corpus: documents into Arrow shards, and an index of them last."""
+"""Writes a corpus: Arrow shards of documents, and their index last."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ T = TypeVar("T")
 
 
 class Document(NamedTuple):
-    """`tokens` [T] are ids with the end token. `loss_mask` [T] uint8 is 1 where a token counts as a target; without
-    it, all tokens count."""
+    """`tokens` [T] are ids, including the end token. `loss_mask` [T] uint8 is 1 where a token counts as a target;
+    without it, all tokens count."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray | None = None
 
 
 def write_shards(folder: Path, documents: Iterable[Document], dtype: np.dtype, shard_tokens: int) -> tuple[Shard, ...]:
-    """Writes the documents to shards in `folder`, numbered from 0, and holds one record batch in memory.
+    """Writes the documents to shards in `folder`, numbered from 0, holding one record batch in memory at a time.
 
     A shard exceeds `shard_tokens` only if a single document does. Raises OSError.
     """
@@ -55,7 +55,7 @@ def write_shards(folder: Path, documents: Iterable[Document], dtype: np.dtype, s
 
 
 def write_index(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -> None:
-    """Completes a corpus of these shards: writes the tokenizer, and the index last. Raises OSError."""
+    """Completes a corpus of these shards: writes the tokenizer and, last, the index. Raises OSError."""
     text = tokenizer_text(tokenizer).encode()
     write_file(folder / TOKENIZER_FILE, [memoryview(text)])
     file = TokenizerFile(TOKENIZER_FILE, hashlib.sha256(text).hexdigest())
@@ -77,12 +77,12 @@ def index_of(tokenizer: TokenizerFile, vocab: int, shards: Sequence[Shard], orig
 
 
 def token_dtype(vocab: int) -> np.dtype:
-    """What the token ids of a vocabulary are stored as."""
+    """The dtype in which token ids of a vocabulary are stored."""
     return np.dtype(np.uint16 if vocab <= 2**16 else np.uint32)
 
 
 def _grouped(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items in lists; each is closed when its total size reaches `limit`."""
+    """Consecutive items in lists; a list ends once its total size reaches `limit`."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -96,7 +96,8 @@ def _grouped(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterat
 
 
 def _split_by_tokens(documents: Iterator[Document], limit: int) -> Iterator[Iterator[Document]]:
-    """Runs of documents of at most `limit` tokens; read each run to its end before the next."""
+    """Runs of documents with at most `limit` tokens, or of one longer document; read each run to its end before the
+    next."""
     pending = next(documents, None)
 
     def run() -> Iterator[Document]:
@@ -114,7 +115,7 @@ def _split_by_tokens(documents: Iterator[Document], limit: int) -> Iterator[Iter
 def write_shard(folder: Path, number: int, documents: Iterable[Document], dtype: np.dtype) -> Shard:
     """Writes shard `number` of a corpus, with its checksums, durably; token ids are stored as `dtype`.
 
-    Holds one record batch in memory. Either all documents have a loss mask or none has. Raises OSError.
+    Holds one record batch in memory at a time. Either all documents have a loss mask or none has. Raises OSError.
     """
     file, layout = folder / f"tokens-{number:05d}.arrow", list[RecordBatch]()
     batches = _grouped(documents, lambda document: len(document.tokens), _BATCH_TOKENS)
@@ -173,7 +174,7 @@ def _checksums(file: Path) -> bytes:
 
 @contextmanager
 def _durable(file: Path) -> Iterator[BinaryIO]:
-    """A file that is on disk when the block ends."""
+    """A file to write, synced to disk at the end of the block."""
     with file.open("wb") as sink:
         yield sink
         sink.flush()

@@ -1,4 +1,4 @@
-"""Encodes documents: with fastokens, many times as fast as `tokenizers`, where both give the same tokens."""
+"""Encodes documents, with fastokens where it gives the same tokens as `tokenizers`, which is many times slower."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pentad.workers.data.tokenizer import encode, vocab_size
 from pentad.workers.text.digit_cuts import cut_at_digits, without_digits_step
 from pentad.workers.text.word_boundaries import in_one_step, last_cut, why_not_by_words
 
-_AT_ONCE, _SLOW_AT_ONCE = 2**22, 2**21  # characters; `tokenizers` needs about 100 bytes a token
+_AT_ONCE, _SLOW_AT_ONCE = 2**22, 2**21  # characters; `tokenizers` needs about 100 bytes per token
 _LONGEST_REASON = 200  # characters
-# What the two libraries differ about. An old s after an apostrophe may be a contraction, as in 's. With GPT-2's words
-# and single digits, U+180E is a space or none, and the digits of Unicode 17 (their first bytes) are some or none.
+# Text on which the two libraries differ. A long s after an apostrophe may count as a contraction, like 's. With GPT-2's
+# words and single digits, U+180E may or may not be a space, and Unicode 17's digits (here their first bytes) digits.
 _ODD = ("'\u017f".encode(), "\u180e".encode(), b"\xf0\x91\xb7", b"\xf0\x96\xbf")
-# Words, spaces, and the newest letters and symbols of Unicode, which libraries of other dates take as something else.
+# Words, spaces, and the newest letters and symbols of Unicode, which older libraries classify differently.
 _SAMPLES = (
     "It's  12.5 \n\n x",
     "\u00e9e\u0301 \u017fS\u00df",
@@ -40,8 +40,8 @@ class TextChunk(NamedTuple):
 
 
 class Encoder:
-    """Encodes text as `tokenizer` does and ends every document with the token `end`. `note` gets a line when and why
-    fastokens does not do it, or not all of it."""
+    """Encodes text as `tokenizer` does and ends every document with the token `end`. `note` gets a line that says why
+    if fastokens cannot encode the text, or not all of it."""
 
     def __init__(self, tokenizer: Tokenizer, end: int, note: Callable[[str], None] = lambda line: None) -> None:
         self.tokenizer, self.note, self.has_failed = tokenizer, note, False
@@ -52,9 +52,9 @@ class Encoder:
         self.fast = self._start()
 
     def documents(self, chunks: Iterable[TextChunk]) -> Iterator[Document]:
-        """The documents' tokens, the same ones wherever the text was cut into chunks.
+        """The documents' tokens, which do not depend on how the text was cut into chunks.
 
-        Holds a few megabytes of text, or one whole document where it cannot be cut without changing its tokens.
+        Holds a few megabytes of text, or a whole document if it cannot be cut without changing its tokens.
         """
         parts: list[np.ndarray] = []
         for group in self._groups(chunks):
@@ -72,11 +72,11 @@ class Encoder:
             except _Failure as error:
                 if not self.has_failed:
                     self.note(f"`tokenizers` encodes some text: {error}")
-                self.has_failed, self.fast = True, self._start()  # what has failed may be in any state
+                self.has_failed, self.fast = True, self._start()  # after a failure, its state is undefined
         return self._encode_slow(texts)
 
     def _start(self) -> _Fast | None:
-        """What encodes in place of the tokenizer, if it can and if it does so in the same way."""
+        """The fast tokenizer, if one gives the same tokens as `tokenizer`; else None, with a note."""
         try:
             return _fast(self.tokenizer, self.content)
         except _Failure as error:
@@ -93,10 +93,11 @@ class Encoder:
         return [next(slow if is_odd else others) for is_odd in odd]
 
     def _groups(self, chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
-        """Whole documents together; only the last of a group may continue, from a place where it can be cut."""
+        """Groups of whole documents; only the last one of a group may continue in the next, at a place where it can be
+        cut."""
         limit = _AT_ONCE if self.fast else _SLOW_AT_ONCE
         group: list[TextChunk] = []
-        begun: list[str] = []  # of the document that has not ended
+        begun: list[str] = []  # the chunks of the document that has not ended
         size = 0
         for text, last in chunks:
             begun.append(text)
@@ -119,16 +120,16 @@ class Encoder:
 
 
 class _Failure(Exception):
-    """Why fastokens cannot be used."""
+    """fastokens cannot be used; the message says why."""
 
 
 class _Fast:
-    """A tokenizer of fastokens. All of it raises _Failure, whatever fastokens raises."""
+    """A fastokens tokenizer. Its methods raise _Failure, whatever fastokens raises."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         try:
             import fastokens
-        except ImportError as error:  # there are platforms without a wheel
+        except ImportError as error:  # some platforms have no wheel
             raise _Failure(f"fastokens cannot be imported ({error})") from None
         without_digits = without_digits_step(content)
         self.cuts_at_digits = without_digits is not None
@@ -137,10 +138,10 @@ class _Fast:
             self.tokenizer = fastokens.Tokenizer.from_json_str(json.dumps(content | same))
         vocab = content["model"]["vocab"]
         missing = [bytes([byte]) for byte, letter in enumerate(_alphabet()) if letter not in vocab]
-        self.odd = {True: [byte for byte in missing if byte.isascii()], False: [*missing, *_ODD]}  # in ASCII or not
+        self.odd = {True: [byte for byte in missing if byte.isascii()], False: [*missing, *_ODD]}  # by text.isascii()
 
     def is_odd(self, text: str) -> bool:
-        """Whether `tokenizers` has other tokens for a text, or leaves out bytes of it that have no token."""
+        """Whether `tokenizers` may give other tokens for a text, or drops bytes of it that have no token."""
         odd = self.odd[text.isascii()]
         return bool(odd) and any(map(text.encode().__contains__, odd))
 
@@ -155,7 +156,7 @@ class _Fast:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Turns what fastokens raises into a _Failure. A panic of its Rust code is a BaseException."""
+    """Turns whatever fastokens raises into a _Failure. A panic in its Rust code is a BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -166,7 +167,7 @@ def _failures() -> Iterator[None]:
 
 
 def _fast(tokenizer: Tokenizer, content: dict[str, Any]) -> _Fast:
-    """What encodes in place of `tokenizer`. Raises _Failure if it cannot, or not in the same way."""
+    """The fast equivalent of `tokenizer`. Raises _Failure if there is none, or it gives other tokens for samples."""
     if obstacle := why_not_by_words(content):
         raise _Failure(obstacle)
     fast = _Fast(content)
@@ -178,7 +179,7 @@ def _fast(tokenizer: Tokenizer, content: dict[str, Any]) -> _Fast:
 
 
 def _alphabet() -> list[str]:
-    """The letters that stand for bytes 0 to 255 in the tokens of a byte-level tokenizer, as in GPT-2."""
+    """The letters that stand for bytes 0 to 255 in a byte-level tokenizer's tokens, as in GPT-2."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(0x100)]

@@ -1,10 +1,10 @@
-"""Which source every sample of a run comes from: a pure function of its number, so nothing about it is ever stored.
+"""Which source every sample of a run comes from: a pure function of the sample's number, so nothing is stored.
 
 Within a phase (from one change of weights to the next) the samples repeat a balanced sequence of one period, made by
 Tijdeman's algorithm for the chairman assignment problem (Discrete Mathematics 32, 1980): after any number of samples,
 each of k sources has its share to within 1 - 1 / (2k - 2) samples, and in any window to within twice that.
 
-Imports no torch: the driver checks before it starts anything that the data lasts for the run.
+Imports no torch: before the driver starts anything, it checks that the data lasts for the run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import BatchSizes
 from pentad.schedules.spec.data import DataSpec, SourceSpec
 
-LONGEST_PERIOD = 2**16  # samples; shares without so small a common denominator are rounded to multiples of 1 / 2**16
+LONGEST_PERIOD = 2**16  # samples; shares with a larger common denominator are rounded to multiples of 1 / 2**16
 
 
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
-    """Samples of each source in a period, which is their sum. Weights are exact decimals: 0.7, 0.2, 0.1 give 7, 2, 1.
+    """Samples of each source in a period, whose length is their sum. Weights are taken as exact decimals: 0.7, 0.2, 0.1
+    give 7, 2, 1.
 
     Raises PentadError for a positive weight below 1 / LONGEST_PERIOD of their sum.
     """
@@ -48,10 +49,10 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def balanced_sequence(shares: Sequence[int]) -> np.ndarray:
-    """[sum of shares]: the source of each sample of a period, balanced as the module says. All shares are positive.
+    """[sum of shares]: the source of each sample of a period, balanced as described above. All shares are positive.
 
-    The j-th sample of a source (from 0) has a first slot and a deadline that keep the bound; among those whose first
-    slot has come, the one with the earliest deadline goes next.
+    The j-th sample of a source (from 0) has a first slot and a deadline that keep the bound; of the samples whose first
+    slot has come, the one with the earliest deadline is next.
     """
     period, slack = sum(shares), 2 * len(shares) - 2
     if not slack:
@@ -76,7 +77,7 @@ def balanced_sequence(shares: Sequence[int]) -> np.ndarray:
 
 
 class Period:
-    """A balanced sequence, and how often a source has occurred before each of its samples."""
+    """A balanced sequence, and for each of its samples how many earlier ones have the same source."""
 
     def __init__(self, shares: tuple[int, ...]) -> None:
         self.shares = np.array(shares)
@@ -99,7 +100,7 @@ class Period:
         return periods * self.shares + np.bincount(self.order[:rest], minlength=len(self.shares))
 
     def end(self, source: int, count: int) -> int:
-        """Samples until a source with a share has had `count` > 0 of them."""
+        """The number of samples until a source with a share has had `count` > 0 of them."""
         periods, rest = divmod(count - 1, int(self.shares[source]))
         return periods * len(self.order) + int(self.samples[source][rest]) + 1
 
@@ -109,9 +110,9 @@ period_of = lru_cache(32)(Period)
 
 @dataclass(frozen=True)
 class Phase:
-    """Samples from number `first` on, with these shares of the sources; `drawn` [sources] were drawn before.
+    """Samples from number `first` on, with these `shares` of the sources; `drawn` [sources] have been drawn before.
 
-    `used_up` is the source whose last sample was the one before, None at the start and where weights change.
+    `used_up` is the source whose last sample came just before, None at the start and where weights change.
     """
 
     first: int
@@ -121,10 +122,10 @@ class Phase:
 
 
 class Mixture:
-    """The samples of a run, whose batches have these `sizes`.
+    """The samples of a run whose batches have these `sizes`.
 
-    `phases` are in order, and `end` is the number of samples until no source with a weight has any left, None if that
-    never happens.
+    `phases` are in order, and `end` is the number of samples after which no source with a weight has any left, None if
+    that never happens.
     """
 
     def __init__(self, data: DataSpec, sizes: BatchSizes) -> None:
@@ -162,8 +163,8 @@ class Mixture:
         return phase.drawn + period_of(phase.shares).counts(samples - phase.first)
 
     def changes(self, batch: int) -> Iterator[dict[str, Any]]:
-        """What changes in this global batch, for the journal: the sample from which the sources have these shares, and
-        the source that is used up, if that is why."""
+        """The phases that begin in this global batch, for the journal: the first sample, the shares of the sources from
+        then on, and the source that is used up, if that is the reason."""
         names = [source.name for source in self.data.sources]
         for phase in self.phases[1:]:
             if self.sizes.batch_of_sample(phase.first) == batch:
@@ -199,7 +200,7 @@ class Mixture:
 
 
 def require_lasting(data: DataSpec, sizes: BatchSizes, steps: int) -> None:
-    """Raises PentadError if no source has anything left before `steps` steps are done."""
+    """Raises PentadError if all sources are used up before `steps` steps are done."""
     end = Mixture(data, sizes).end
     if end is not None and end < sizes.first_sample(steps):
         found = f"data.sources are used up in step {sizes.batch_of_sample(end)}"
@@ -207,8 +208,8 @@ def require_lasting(data: DataSpec, sizes: BatchSizes, steps: int) -> None:
 
 
 def drawn_by(data: DataSpec, sizes: BatchSizes, batches: int) -> list[dict[str, Any]]:
-    """What this many global batches have drawn of each source, for a checkpoint: `require_resumable` compares with
-    it."""
+    """How many sequences this many global batches draw from each source; saved in checkpoints, for
+    `require_resumable`."""
     drawn = Mixture(data, sizes).drawn(sizes.first_sample(batches))
     return [
         {"name": source.name, "fingerprint": source.fingerprint, "sequences": int(count)}
@@ -217,7 +218,7 @@ def drawn_by(data: DataSpec, sizes: BatchSizes, batches: int) -> list[dict[str, 
 
 
 def require_resumable(data: DataSpec, sizes: BatchSizes, batches: int, saved: list[dict[str, Any]]) -> None:
-    """Raises PentadError unless this many global batches draw what a run has drawn of its sources (see `drawn_by`)."""
+    """Raises PentadError unless this many global batches draw what the run has drawn (`saved`, see `drawn_by`)."""
     found = {each["fingerprint"]: each for each in drawn_by(data, sizes, batches)}
     before = {each["fingerprint"]: each for each in saved}
     for fingerprint in before:
@@ -236,7 +237,7 @@ def require_resumable(data: DataSpec, sizes: BatchSizes, batches: int, saved: li
 
 
 def another_corpus(source: SourceSpec, found: str, expected: str) -> PentadError:
-    """A source is not the one that the run started with, or that its other ranks read."""
+    """The error for a source that is not the one that the run started with, or that its other ranks read."""
     fault = f"{source.key} is {source.path}, which has fingerprint {found[:12]}"
     advice = "name the folder where it is now, or choose another run.name"
     return PentadError(f"{fault}: expected {expected[:12]}, the corpus the run started with: {advice}")

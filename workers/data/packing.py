@@ -2,10 +2,10 @@
 
 Runs of consecutive documents are packed by best-fit decreasing (Johnson et al., SIAM J. Comput. 3, 1974): the longest
 first, each into the sequence that it fills best. A document of T tokens needs T - 1 positions, because its end token is
-only ever a target; one that is longer than a sequence is cut into full sequences and a rest, which is packed.
+only ever a target. A document longer than a sequence is cut into full sequences and a rest, which is packed.
 
-The result is a table, made once for a corpus and a length, and kept in the folder `data.cache`: a file with the CRC-32
-of what follows it, the numbers of spans and of sequences, and the arrays of ARRAYS. One that is damaged is made again.
+The result is a table, made once per corpus and length and kept in the folder `data.cache`: a file with the CRC-32 of
+what follows, the numbers of spans and of sequences, and the arrays of ARRAYS. A damaged one is made again.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.samples import TokenSpan
 from pentad.workers.data.storage import writing
 
-RUN_POSITIONS = 2**22  # packed together; at least this many, so that sequences are nearly full
+RUN_POSITIONS = 2**22  # least number of positions packed together, so that sequences are nearly full
 VERSION = 2
-HEAD: np.dtype[Any] = np.dtype("<i8")  # of the three numbers
+HEAD: np.dtype[Any] = np.dtype("<i8")  # the dtype of the three numbers
 ARRAYS = HEAD, HEAD, np.dtype[Any]("<i4")  # the first span of each sequence, and the starts and sizes of spans
 
 
 class Packs:
     """A corpus packed into `sequences` sequences of at most `length` positions.
 
-    Raises PentadError, which names its `key`, if no document has two tokens.
+    Raises PentadError, naming the corpus's `key`, if no document has two tokens.
     """
 
     def __init__(self, corpus: Corpus, length: int, cache: Path, key: str = "data.path") -> None:
@@ -64,13 +64,13 @@ class Packs:
 
 
 def is_packed(corpus: Corpus, length: int, cache: Path) -> bool:
-    """Whether the table exists already."""
+    """Whether the table for this corpus and length exists already."""
     return _file(corpus, length, cache).exists()
 
 
 def pack(sizes: list[int], length: int) -> list[list[int]]:
-    """Indices of the items in each sequence, by best-fit decreasing; all sizes are 1 to `length`. Items of a sequence
-    and sequences are in the order of their (first) items."""
+    """Indices of the items in each sequence, by best-fit decreasing; all sizes are 1 to `length`. The items of each
+    sequence are ascending, and so are the sequences by their first items."""
     open_rooms: list[tuple[int, int]] = []  # (room, sequence), ascending
     found: list[list[int]] = []
     for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
@@ -102,7 +102,7 @@ def _packed(pieces: list[TokenSpan], length: int) -> Iterator[list[TokenSpan]]:
 
 
 def _pieces(corpus: Corpus, length: int) -> Iterator[TokenSpan]:
-    """Documents, cut where they are longer than a sequence. Parts of one share a token, as adjacent windows do."""
+    """The documents, cut if they are longer than a sequence. Adjacent parts share a token, as adjacent windows do."""
     for start, tokens in corpus.extents():
         for at in range(start, start + tokens - 1, length):
             yield TokenSpan(at, min(length, start + tokens - 1 - at))
@@ -116,10 +116,10 @@ def _file(corpus: Corpus, length: int, cache: Path) -> Path:
 
 
 def _read(file: Path) -> list[np.ndarray] | None:
-    """The arrays of a table; None if there is none, or a damaged one."""
+    """The arrays of a table; None if it does not exist or is damaged."""
     try:
         content = np.memmap(file, np.uint8, "r")
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last one of an empty file
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError for an empty file
         return None
     except OSError as error:
         fault = f"has {file.name}, which cannot be read ({error.strerror or error})"
@@ -136,7 +136,8 @@ def _read(file: Path) -> list[np.ndarray] | None:
 
 
 def _write(corpus: Corpus, length: int, file: Path) -> None:
-    """Whoever has the file open keeps what it had; processes that race write the same."""
+    """Packs a corpus and writes the table, atomically: open maps of an old one stay valid, and processes that race
+    write the same content."""
     first, starts, sizes = [0], list[int](), list[int]()
     for spans in packed(corpus, length):
         starts += (span.start for span in spans)

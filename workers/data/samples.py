@@ -1,4 +1,4 @@
-"""What a sequence of a run holds: a pure function of (seed, source, index in the source), so no rank owns any data.
+"""The content of a run's sequences: a pure function of (seed, source, index in the source), so no rank owns any data.
 
 An epoch of a source visits each of its sequences once, in the order of a keyed permutation of range(N) that needs no
 table: a mixed-radix Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
@@ -24,21 +24,21 @@ from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.mixture import Mixture
 
 _ROUNDS = 8
-NEAR = 1024  # tokens between spans that are read rather than skipped: less work than another read
-MapRows = Callable[..., Iterable[Any]]  # map, or that of a thread pool
-DIGEST_BITS = 40  # sums of 2^13 digests are exact in float64
+NEAR = 1024  # gaps of up to this many tokens between spans are read too: cheaper than another read
+MapRows = Callable[..., Iterable[Any]]  # `map`, or a thread pool's `map`
+DIGEST_BITS = 40  # so that sums of 2^13 digests are exact in float64
 
 
 class TokenSpan(NamedTuple):
-    """Tokens `start` to `start + size` of a corpus's flat stream, whose next tokens are their targets."""
+    """Tokens `start` to `start + size` of a corpus's flat stream, each of which has the next token as its target."""
 
     start: int
     size: int
 
 
 class Sample(NamedTuple):
-    """A sequence of S tokens. `document_starts` are the positions at which a document, a part of one or the padding at
-    the end starts, the first one 0."""
+    """A sequence of S tokens. `document_starts` are the positions, beginning with 0, at which a document, a part of one
+    or the padding at the end starts."""
 
     inputs: np.ndarray  # [S] int64
     following: np.ndarray  # [S] int64, the token after each input
@@ -46,7 +46,7 @@ class Sample(NamedTuple):
     document_starts: tuple[int, ...]
 
     def part(self, first: int, end: int) -> Sample:
-        """Positions `first` to `end`, taken as one document."""
+        """Positions `first` to `end` as a sample with one document."""
         inputs, following, is_target = (each[first:end] for each in self[:3])
         return Sample(inputs, following, is_target, (0,))
 
@@ -54,8 +54,8 @@ class Sample(NamedTuple):
 class Windows:
     """A corpus cut into `sequences` windows of `length` inputs.
 
-    Adjacent windows share one token: the last target of one is the first input of the next. Raises PentadError for a
-    corpus shorter than one window, which names its `key`.
+    Adjacent windows share one token: the last target of one is the first input of the next. Raises PentadError, naming
+    the corpus's `key`, if the corpus is shorter than one window.
     """
 
     def __init__(self, corpus: Corpus, length: int, key: str = "data.path") -> None:
@@ -76,16 +76,16 @@ class Windows:
 
 
 def digest_of(batch: int, samples: Mapping[int, Sample]) -> int:
-    """Tells the samples of these rows of a batch from all others. The digests of disjoint sets of rows add up, modulo
-    2^DIGEST_BITS, to that of their union; so the sum over ranks tells whether each row was read exactly once."""
+    """A digest of the samples of these rows of a batch. The digests of disjoint sets of rows add up, modulo
+    2^DIGEST_BITS, to that of their union, so the sum over ranks tells whether each row was read exactly once."""
     return sum(document_digest(batch, row, *part) for row, each in samples.items() for part in _documents(each)) % (
         2**DIGEST_BITS
     )
 
 
 def document_digest(batch: int, row: int, first: int, sample: Sample) -> int:
-    """The digest of a document, or a part of one, at position `first` of a row; 0 if it has no targets, and so trains
-    nothing."""
+    """The digest of a document, or a part of one, at position `first` of a row; 0 if it has no targets and so does not
+    train."""
     if not sample.is_target.any():
         return 0
     place = f"{batch}/{row}/{first}".encode()
@@ -96,13 +96,13 @@ def document_digest(batch: int, row: int, first: int, sample: Sample) -> int:
 
 
 def _documents(sample: Sample) -> Iterator[tuple[int, Sample]]:
-    """(first position, tokens) of each document of a sequence."""
+    """(first position, sample) of each document of a sequence."""
     for first, end in pairwise((*sample.document_starts, len(sample.inputs))):
         yield first, sample.part(first, end)
 
 
 def sample_of(corpus: Corpus, spans: list[TokenSpan], length: int, eod_mask_loss: bool) -> Sample:
-    """The sequence of `length` tokens that consists of these spans, padded with zeros. See DataSpec for the mask."""
+    """The sequence of `length` tokens made of these spans, padded with zeros. See DataSpec for `eod_mask_loss`."""
     windows, at = _windows(spans)
     tokens, used = _joined(corpus.read, windows, np.int64), len(at)
     inputs, following = np.zeros((2, length), np.int64)
@@ -123,14 +123,14 @@ def target_count(corpus: Corpus, spans: list[TokenSpan], eod_mask_loss: bool) ->
 
 
 def _windows(spans: list[TokenSpan]) -> tuple[list[TokenSpan], np.ndarray]:
-    """What to read for spans and the token after each, and where the positions of the spans are in all that, joined.
-    Spans close to each other are read at once: there may be thousands in a sequence."""
+    """The windows to read for spans and the token after each, and the indices of the spans' positions in the
+    concatenated windows. Spans close to each other share a window: a sequence may have thousands."""
     if not spans:
         return [], np.empty(0, np.int64)
     starts, sizes = np.array(spans, np.int64).T
     order = starts.argsort(kind="stable")
     ends = np.maximum.accumulate((starts + sizes)[order] + 1)
-    first = np.append(0, 1 + np.flatnonzero(starts[order[1:]] > ends[:-1] + NEAR))  # span of each window
+    first = np.append(0, 1 + np.flatnonzero(starts[order[1:]] > ends[:-1] + NEAR))  # first span of each window
     begins, ends = starts[order[first]], np.append(ends[first[1:] - 1], ends[-1])
     joined = np.cumsum(ends - begins) - (ends - begins)
     window = np.searchsorted(begins, starts, "right") - 1
@@ -140,7 +140,7 @@ def _windows(spans: list[TokenSpan]) -> tuple[list[TokenSpan], np.ndarray]:
 
 
 def _clipped(spans: list[TokenSpan], parts: Sequence[tuple[int, int]]) -> Iterator[TokenSpan]:
-    """What the parts at (first position, length) of these spans, joined, are."""
+    """The spans of the given parts, each (first position, length) in the concatenated `spans`."""
     ends = [*accumulate(span.size for span in spans)]
     for first, length in parts:
         for at in range(bisect_right(ends, first), len(spans)):
@@ -154,12 +154,12 @@ def _clipped(spans: list[TokenSpan], parts: Sequence[tuple[int, int]]) -> Iterat
 
 
 def _joined(read: Callable[[int, int], np.ndarray], windows: list[TokenSpan], dtype: type) -> np.ndarray:
-    """[tokens of all windows]"""
+    """[tokens of all windows]: what `read` returns for each window, concatenated."""
     return np.concatenate([np.empty(0, dtype), *(read(*window) for window in windows)])
 
 
 def _document_starts(corpus: Corpus, windows: list[TokenSpan]) -> np.ndarray:
-    """[tokens of all windows] bool."""
+    """[tokens of all windows] bool: whether a document starts at each token."""
 
     def starts(start: int, count: int) -> np.ndarray:
         found = np.zeros(count, bool)
@@ -176,7 +176,7 @@ def _target_mask(corpus: Corpus, windows: list[TokenSpan], at: np.ndarray, eod_m
 
 
 def shuffled(index: int, sequences: int, seed: int, fingerprint: str) -> int:
-    """The sequence of a source that is its sample `index` of the run, counted over all epochs."""
+    """The number of the sequence that is sample `index` of a source, counted over all epochs."""
     epoch, index_in_epoch = divmod(index, sequences)
     return permuted(index_in_epoch, sequences, f"{seed}/{fingerprint}/{epoch}")
 
@@ -213,12 +213,12 @@ class Sequences(Protocol):
     def spans(self, number: int) -> list[TokenSpan]: ...
 
     def lengths(self, number: int) -> np.ndarray:
-        """[documents] int64: positions of each document in a sequence, or of the part of one."""
+        """[documents] int64: the number of positions of each document, or part of one, in a sequence."""
 
 
 @dataclass(frozen=True)
 class OpenSource:
-    """An open source."""
+    """An open source: its corpus, and how that is cut into sequences."""
 
     corpus: Corpus
     cut: Sequences
@@ -235,7 +235,7 @@ class Dataset:
         )
 
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(source, index in the source) of every row of a step, both [batch size]: the step's samples, in the order of
+        """(source, index in the source) of every row of a step, both [batch size]: the step's samples, shuffled with
         keyed random numbers."""
         sizes = self.mixture.sizes
         size = sizes.size(step)
@@ -249,7 +249,7 @@ class Dataset:
         return sample_of(corpus, spans, self.length, self.data.eod_mask_loss)
 
     def documents(self, source: int, index: int, parts: Sequence[tuple[int, int]]) -> list[Sample]:
-        """The documents at (first position, length) of a sample."""
+        """The documents of a sample that are at the given (first position, length)."""
         spans, corpus = self._spans(source, index), self.sources[source].corpus
         cut = [*_clipped(spans, parts)]
         ends = [*accumulate((length for _, length in parts), initial=0)]
@@ -262,12 +262,12 @@ class Dataset:
         return digest_of(step, {row: self.sample(int(source), int(index)) for row, (source, index) in enumerate(pairs)})
 
     def document_lengths(self, step: int, map_rows: MapRows = map) -> list[np.ndarray]:
-        """By row, how many positions each document has, or the part of one that is in the row. Reads no tokens.
-        `map_rows` may read rows at once."""
+        """By row, the number of positions of each document, or of its part in the row. Reads no tokens. `map_rows` may
+        read rows in parallel."""
         return [*map_rows(self._lengths, *(each.tolist() for each in self.rows(step)))]
 
     def target_counts(self, step: int, map_rows: MapRows = map) -> np.ndarray:
-        """[sources] int64: target tokens of the step's global batch. `map_rows` as above."""
+        """[sources] int64: the target tokens of a step's global batch by source. `map_rows` as above."""
         sources, indices = self.rows(step)
         counts = np.full(len(sources), self.length)
         if not self.all_count:
@@ -276,7 +276,7 @@ class Dataset:
 
     def _target_count(self, source: int, index: int) -> int:
         corpus = self.sources[source].corpus
-        if self.data.packing == "documents" and not corpus.has_loss_mask:  # no position follows the end of a document
+        if self.data.packing == "documents" and not corpus.has_loss_mask:  # end tokens are never inputs
             return int(self._lengths(source, index).sum())
         return target_count(corpus, self._spans(source, index), self.data.eod_mask_loss)
 

@@ -16,18 +16,18 @@ from pentad.workers.data.storage import Folder, LocalCopy, cached, reported
 
 
 class Mapped(NamedTuple):
-    """An open shard: its bytes, and which of its blocks have been checked; threads may check a block twice."""
+    """An open shard: its bytes, and which of its blocks have been checked. Threads may check a block twice."""
 
     memory: mmap.mmap
-    content: np.ndarray  # [bytes] uint8, of `memory`
+    content: np.ndarray  # [bytes] uint8, a view of `memory`
     checksums: np.ndarray  # [blocks] uint32
     checked: np.ndarray  # [blocks] bool
-    copy: LocalCopy | None  # of a remote shard: fetches blocks that are not here
+    copy: LocalCopy | None  # for a remote shard: fetches missing blocks
 
 
 class ShardFile:
-    """A shard of the corpus in `folder`, a remote one with a copy in `cache`. `map` opens it; whoever calls that
-    decides how long it stays open."""
+    """A shard of the corpus in `folder`; a remote one has a copy in `cache`. `map` opens it, and its caller decides how
+    long it stays open."""
 
     def __init__(self, folder: Folder, shard: Shard, cache: Path) -> None:
         self.folder, self.shard, self.cache = folder, shard, cache
@@ -35,8 +35,8 @@ class ShardFile:
         self.checked = np.zeros(-(-shard.bytes // CHECKED), bool)
 
     def require_size(self, found: int | None, copy: LocalCopy | None = None) -> None:
-        """Raises PentadError unless the file, or the copy of it, is there (None: it is not), as long as the index
-        says."""
+        """Raises PentadError unless `found`, the size in bytes of the file or its copy (None: missing), is what the
+        index says."""
         if found is None:
             raise PentadError(f"shard {self.name} is missing: expected a file of {self.shard.bytes} bytes")
         if found != self.shard.bytes:
@@ -44,7 +44,7 @@ class ShardFile:
             raise PentadError(f"shard {name} has {found} bytes: expected {self.shard.bytes} ({remedy} again)")
 
     def map(self) -> Mapped:
-        """Raises PentadError for a file that is missing, or that the index does not describe."""
+        """Opens the shard. Raises PentadError for a file that is missing or not as the index describes it."""
         copy, path = None, Path(self.folder.path, self.shard.file)
         if self.folder.filesystem is not None:
             copy = LocalCopy(self.folder, self.shard.file, self.shard.bytes, self.cache)
@@ -71,16 +71,16 @@ class ShardFile:
         return np.frombuffer(content, "<u4")
 
     def read(self, mapped: Mapped, at: int, dtype: np.dtype, count: int) -> np.ndarray:
-        """[count] of `dtype` from byte `at` on, not copied. Raises PentadError where a block is damaged, and if the
-        size of the file is not what it was."""
+        """[count] of `dtype` from byte `at` on, without a copy. Raises PentadError if a block is damaged, or the file's
+        size has changed."""
         end = at + count * dtype.itemsize
         self.check(mapped, at // CHECKED, -(-end // CHECKED))
         return mapped.content[at:end].view(dtype)
 
     def check(self, mapped: Mapped, first: int, end: int) -> None:
-        """Compares the blocks `first` to `end` with their checksums, unless that has been done; of a remote shard,
-        fetches those that are not here."""
-        size = reported(mapped.memory.size, self.name)  # of the file, beyond whose end access is SIGBUS
+        """Compares the blocks `first` to `end` with their checksums, unless they have been checked; fetches missing
+        blocks of a remote shard. Raises PentadError for damaged ones."""
+        size = reported(mapped.memory.size, self.name)  # the file's; access beyond its end raises SIGBUS
         self.require_size(size, mapped.copy)
         for is_fetched in (mapped.copy is None, True):
             damaged = [block for block in range(first, end) if not _is_intact(mapped, block)]

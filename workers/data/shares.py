@@ -1,4 +1,4 @@
-"""The tokens of a rank in a step whose documents were dealt to groups of ranks."""
+"""A rank's tokens in a step whose documents are dealt to groups of ranks (data-aware groups)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pentad.schedules.verify.check_groups import check_shares
 from pentad.workers.data.samples import DIGEST_BITS, Dataset, MapRows, Sample, document_digest
 from pentad.workers.parallel.context_share import PADDING_SLOT, SharedSequence
 
-KINDS = 4  # of the arrays below: inputs, targets, positions in the document, slots of the row
+KINDS = 4  # arrays of tokens: inputs, targets, positions in the document, slots of the row
 
 
 class HostShare(NamedTuple):
@@ -32,8 +32,8 @@ class HostShare(NamedTuple):
 
 
 def step_groups(dataset: Dataset, batch: BatchSpec, mesh: Mesh, step: int, map_rows: MapRows = map) -> StepGroups:
-    """The groups of a step: a function of its documents' lengths, so that all ranks find the same. `map_rows` may read
-    rows at once."""
+    """The groups of a step: a function of its documents' lengths, so that all ranks get the same. `map_rows` may read
+    rows in parallel."""
     groups, _ = hybrid(dataset.document_lengths(step, map_rows), batch, mesh.cp, mesh.ep)
     check_shares(groups, batch.capacity)
     return groups
@@ -48,8 +48,8 @@ def read_shares(
     counted: set[int],
     map_rows: MapRows,
 ) -> tuple[list[HostShare], int]:
-    """(this rank's shares of the groups' microbatches, the digest of the documents that it counts). The first rank of
-    a group counts what that shares, in the microbatches `counted`."""
+    """(this rank's shares of the groups' microbatches, the digest of the documents that it counts). In the microbatches
+    `counted`, the first rank of a group counts the documents shared by the group, and each rank its local ones."""
     here = plan.mesh.place_in_pool(rank)
     peers = expert_ranks(here, plan.mesh.cp, plan.mesh.ep)
     own = [shares[here] for shares in groups.shares]
@@ -70,7 +70,7 @@ def read_shares(
 def _read(
     dataset: Dataset, step: int, groups: StepGroups, numbers: Iterable[int], map_rows: MapRows
 ) -> dict[int, Sample]:
-    """Documents by number, those of a row at once."""
+    """The documents by number; those of a row are read together."""
     sources, indices = (each.tolist() for each in dataset.rows(step))
     by_row = defaultdict[int, list[int]](list)
     for number in numbers:
@@ -85,14 +85,14 @@ def _read(
 
 
 def _slots(batch: BatchSpec, step: int) -> np.ndarray:
-    """[rows of the step] the slots, of a full batch, that they would have as they are drawn."""
+    """[rows of the step]: the slots that the rows would have in a full batch, in the order in which they are drawn."""
     rows = batch.sizes.size(step)
     each, full = rows // batch.replicas, batch.global_batch_size // batch.replicas
     return np.arange(rows) // each * full + np.arange(rows) % each
 
 
 def _arrays(sample: Sample, slot: int) -> np.ndarray:
-    """[KINDS, T] of a document."""
+    """[KINDS, T]: the arrays of a document."""
     count = len(sample.inputs)
     targets = np.where(sample.is_target, sample.following, IGNORE_INDEX)
     return np.stack([sample.inputs, targets, np.arange(count), np.full(count, slot)])
@@ -110,8 +110,8 @@ def _share(
     counts: tuple[int, ...],
     number: int,
 ) -> HostShare:
-    """Padded so that the sequence has equal parts, and this rank, `number` of those that exchange tokens of experts, as
-    many tokens as `counts` says."""
+    """A rank's share, padded so that the shared sequence has equal parts and this rank, `number` of those that exchange
+    expert tokens, has `counts[number]` tokens."""
     found, starts = (
         np.concatenate([_padding(0), *shared], axis=1),
         [*accumulate((x.shape[1] for x in shared), initial=0)],

@@ -1,4 +1,4 @@
-"""Opens the sources of a run's data: folders, or `builtin:NAME`, text that every Python installation has.
+"""Opens the sources of a run's data: folders, URIs, or `builtin:NAME`, text that every Python installation has.
 
 Imports no torch: the driver checks the data before it starts anything.
 """
@@ -25,10 +25,10 @@ from pentad.workers.data.mixture import another_corpus, require_lasting
 from pentad.workers.data.packing import Packs, is_packed
 from pentad.workers.data.samples import Dataset, OpenSource, Sequences, Windows
 
-_BUILTIN_VOCAB = 4096  # half a megabyte of text does not train more tokens well
+_BUILTIN_VOCAB = 4096  # half a megabyte of text cannot train more tokens well
 _SHARD_TOKENS = 2**26
-_VERIFIED_TOKENS = 2**28  # checked within a second; what is larger is checked when it is read
-# pydoc: Python's language reference as `help()` shows it, 80 topics, 0.5 MB of English.
+_VERIFIED_TOKENS = 2**28  # checked within a second; larger corpora are checked as they are read
+# pydoc: Python's language reference as shown by `help()`, 80 topics, 0.5 MB of English.
 _TEXTS: dict[str, Callable[[], list[str]]] = {"pydoc": lambda: [topics[name] for name in sorted(topics)]}
 
 
@@ -36,15 +36,15 @@ def open_sources(data: DataSpec, vocab: int, length: int, *, verify: bool = Fals
     """Opens all sources, building built-in ones in the folder `data.cache` on first use, and cuts them into sequences
     of `length` tokens.
 
-    `verify` checks the content of small corpora too, before a rank reads them. Raises PentadError for a corpus that is
-    missing, damaged, another one than `data` says, shorter than one sequence, or with more token ids than a model of
-    `vocab` has, and for sources that are the same or have different tokenizers.
+    With `verify` the content of small corpora is checked too, before a rank reads them. Raises PentadError for a corpus
+    that is missing, damaged, not the one that `data` specifies, shorter than one sequence, or has more token ids than
+    `vocab`; and for sources that are the same or have different tokenizers.
     """
     return _cut(data, _open_corpora(data, vocab, verify=verify), length)
 
 
 def _open_corpora(data: DataSpec, vocab: int, *, verify: bool = False) -> list[Corpus]:
-    """Without what is held out."""
+    """The open corpora without what is held out."""
     corpora = list[Corpus]()
     for spec in data.sources:
         corpus = _open(spec, vocab, data.cache, verify=verify)
@@ -81,14 +81,14 @@ def _cut(data: DataSpec, corpora: list[Corpus], length: int) -> list[OpenSource]
 
 
 def _is_cut(data: DataSpec, corpora: list[Corpus], length: int) -> bool:
-    """Whether no documents have to be packed first."""
+    """Whether the sources can be cut without packing documents first."""
     return data.packing == "windows" or all(is_packed(each, length, Path(data.cache)) for each in corpora)
 
 
 def open_eval_data(
     data_set: EvalData, vocab: int, length: int, cache: str, *, verify: bool = False, argument: str = "eval.data"
 ) -> CorpusPart:
-    """What a data set is evaluated on. Raises PentadError as `open_sources` does."""
+    """The part of a corpus on which a data set is evaluated. Raises PentadError as `open_sources` does."""
     spec = SourceSpec(data_set.name, data_set.data, argument, fingerprint=data_set.fingerprint)
     corpus = _open(spec, vocab, cache, verify=verify)
     Windows(corpus, length, argument)  # checks its length
@@ -101,8 +101,8 @@ def open_eval_data(
 
 
 def count_eval_sequences(data_set: EvalData, vocab: int, length: int, cache: str) -> int | None:
-    """The sequences of a data set; None if it is a built-in corpus that has not been built. Raises PentadError as
-    `open_sources` does."""
+    """The number of sequences in a data set; None if it is a built-in corpus that has not been built yet. Raises
+    PentadError as `open_sources` does."""
     if not _is_built(data_set.data, vocab, cache):
         return None
     argument = "data.path" if data_set.holdout else "eval.data"
@@ -115,8 +115,7 @@ def open_dataset(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Dat
 
 
 def open_prepared(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Dataset | None:
-    """`open_dataset`, or None where that would have to build a corpus or pack documents first, or read a
-    remote one."""
+    """As `open_dataset`, or None if that would have to build a corpus, pack documents, or read a remote corpus."""
     if not all("://" not in spec.path and _is_built(spec.path, vocab, data.cache) for spec in data.sources):
         return None
     corpora = _open_corpora(data, vocab)
@@ -129,7 +128,8 @@ def _dataset(data: DataSpec, corpora: list[Corpus], batch: BatchSpec, seed: int)
 
 
 def described(data: DataSpec, sources: list[OpenSource]) -> DataSpec:
-    """`data` with the fingerprints and sizes of its opened sources. Raises PentadError for `epochs` of no sequence."""
+    """`data` with the fingerprints and sizes of its opened sources. Raises PentadError for `epochs` of less than one
+    sequence."""
     found = []
     for spec, source in zip(data.sources, sources, strict=True):
         found.append(replace(spec, fingerprint=source.corpus.fingerprint, sequences=source.cut.sequences))
@@ -140,14 +140,14 @@ def described(data: DataSpec, sources: list[OpenSource]) -> DataSpec:
 
 
 def corpus_folder(data: str, vocab: int, cache: str) -> str | Path:
-    """The folder or URI of the corpus `data`. A built-in one is built first if need be, with at most `vocab` tokens."""
+    """The folder or URI of the corpus `data`. A built-in one is built first if needed, with at most `vocab` tokens."""
     if data.startswith("builtin:"):
         return builtin_corpus(data.removeprefix("builtin:"), vocab, Path(cache))
     return data if "://" in data else expanded(data)
 
 
 def tokenizer_file(data: str, vocab: int, cache: str) -> Path | None:
-    """The tokenizer.json of the corpus `data`; None unless that is in a folder of this machine."""
+    """The tokenizer.json of the corpus `data`; None unless the corpus is in a local folder."""
     index = Path(corpus_folder(data, vocab, cache)) / INDEX_FILE
     if not index.is_file():
         return None
@@ -155,8 +155,8 @@ def tokenizer_file(data: str, vocab: int, cache: str) -> Path | None:
 
 
 def check_data(data: DataSpec, vocab: int, length: int, sizes: BatchSizes, steps: int) -> None:
-    """Raises PentadError as `open_sources` does, or if the data does not last for this many steps; but neither builds a
-    built-in corpus nor packs documents, without which it can check less, nor reads tokens."""
+    """Raises PentadError as `open_sources` does, and if the data does not last for `steps`. Builds no built-in corpus,
+    packs no documents and reads no tokens, and checks only what is possible without that."""
     if not all(_is_built(spec.path, vocab, data.cache) for spec in data.sources):
         return
     corpora = _open_corpora(data, vocab)
@@ -165,7 +165,8 @@ def check_data(data: DataSpec, vocab: int, length: int, sizes: BatchSizes, steps
 
 
 def _is_built(data: str, vocab: int, cache: str) -> bool:
-    """Whether a corpus can be opened as it is. Raises PentadError for a built-in one that cannot be built."""
+    """Whether a corpus can be opened without building it. Raises PentadError for a built-in one that cannot be
+    built."""
     if not data.startswith("builtin:"):
         return True
     require_vocab(vocab, "model.vocab")
@@ -185,9 +186,9 @@ def _builtin_folder(name: str, vocab: int, cache: Path) -> tuple[Path, list[str]
 
 
 def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
-    """The folder of the corpus `builtin:NAME`, built below `cache` if absent, with at most `vocab` tokens.
+    """The folder of the corpus `builtin:NAME`, which is built below `cache` if absent, with at most `vocab` tokens.
 
-    When processes race, one folder remains and all get it. Raises PentadError for an unknown name.
+    If processes race, one folder remains and all use it. Raises PentadError for an unknown name.
     """
     out, documents = _builtin_folder(name, vocab, cache)
     if not (out / INDEX_FILE).exists():
@@ -195,13 +196,13 @@ def builtin_corpus(name: str, vocab: int, cache: Path) -> Path:
             with new_folder(out, "data.cache") as folder:
                 _write_builtin(folder, documents, vocab)
         except PentadError:
-            if not (out / INDEX_FILE).exists():  # else another process built it meanwhile
+            if not (out / INDEX_FILE).exists():  # otherwise another process has built it meanwhile
                 raise
     return out
 
 
 def _write_builtin(folder: Path, documents: list[str], vocab: int) -> None:
-    # These import tokenizers, which `pentad plan` does without.
+    # These import tokenizers, which `pentad plan` does not need.
     from pentad.workers.data.corpus_writer import write_index, write_shards
     from pentad.workers.data.encoder import Encoder, TextChunk
     from pentad.workers.data.tokenizer import end_token, train_tokenizer

@@ -1,6 +1,6 @@
-"""Where a corpus is: a local folder, or one of any file system that pyarrow knows, of whose shards a part is kept here.
+"""The folder of a corpus: local, or on any file system that pyarrow supports, with partial copies of its shards here.
 
-A copy of a remote shard is a sparse file. Whether a block of it is here needs no record: its checksum says so. Ranks of
+A copy of a remote shard is a sparse file. No record is kept of which blocks it has: their checksums tell. The ranks of
 a host share the copy, since all of them write the same bytes.
 """
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that is called `name`; `path` is local if there is no `filesystem`. Reading raises PentadError."""
+    """A folder, called `name` in messages; `path` is local if `filesystem` is None. Reading raises PentadError."""
 
     name: str
     path: str
@@ -46,7 +46,7 @@ class Folder:
         return reported(read, f"{self.name}/{file}")
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the files in it, which is empty if there is no such folder."""
+        """Sizes in bytes of the files in it, by name; empty if a remote folder does not exist."""
         if self.filesystem is None:
             with os.scandir(self.path) as entries:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
@@ -54,13 +54,13 @@ class Folder:
 
 
 def remote_sizes(filesystem: fs.FileSystem, path: str) -> dict[str, int]:
-    """Bytes of the files in a remote folder, which is empty if there is none. Raises OSError."""
+    """Sizes in bytes of the files in a remote folder, by name; empty if it does not exist. Raises OSError."""
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
     return {info.base_name: info.size for info in found if info.type == fs.FileType.File}
 
 
 def folder_at(text: str | Path, argument: str) -> Folder:
-    """The folder with this path or URI, which the user calls `argument`. Raises PentadError for an unknown scheme."""
+    """The folder with this path or URI. Raises PentadError, naming `argument`, if its file system cannot be opened."""
     if "://" not in str(text):
         return Folder(str(text), str(text))
     place = RemotePath.from_uri(str(text))
@@ -86,14 +86,14 @@ class LocalCopy:
                 os.close(descriptor)
 
     def fetch(self, at: int, size: int) -> None:
-        """Reads these bytes from the remote file."""
+        """Copies `size` bytes from byte `at` on from the remote file."""
         content = self.folder.read_at(self.file, at, size)
         with writing(self.path), self.path.open("r+b", buffering=0) as copy:
             os.pwrite(copy.fileno(), content, at)
 
 
 def cached(folder: Folder, file: str, cache: Path, is_intact: Callable[[bytes], bool]) -> bytes:
-    """A small remote file, from its copy in `cache` if that is intact."""
+    """The content of a small remote file, from its copy in `cache` if that is intact."""
     path = cache / file
     if path.exists() and is_intact(content := path.read_bytes()):
         return content
@@ -105,7 +105,7 @@ def cached(folder: Folder, file: str, cache: Path, is_intact: Callable[[bytes], 
 
 
 class writing:
-    """Names `data.cache` where it cannot be written."""
+    """Turns an OSError from writing to the cache into a PentadError that names `data.cache`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -120,7 +120,8 @@ class writing:
 
 
 def reported(action: Callable[[], T], name: str) -> T:
-    """Does what reads the file or folder `name`. Raises PentadError, which names that, where it cannot be read."""
+    """The result of an action that reads the file or folder `name`. Raises PentadError, naming it, if it cannot be
+    read."""
     try:
         return action()
     except (OSError, pa.ArrowException) as error:

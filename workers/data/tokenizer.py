@@ -18,7 +18,7 @@ _END_TOKENS = (END, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u258
 def train_tokenizer(texts: Iterable[str], vocab: int, argument: str = "--vocab") -> Tokenizer:
     """A lossless tokenizer of at most `vocab` tokens; the same texts give the same one. `<|endoftext|>` is token 0.
 
-    It has fewer than `vocab` tokens when the texts run out of pairs to merge.
+    It has fewer than `vocab` tokens if the texts run out of pairs to merge.
     """
     require_vocab(vocab, argument)
     tokenizer = Tokenizer(models.BPE())
@@ -61,8 +61,8 @@ def tokenizer_text(tokenizer: Tokenizer) -> str:
 def end_token(tokenizer: Tokenizer, eos: str | None = None) -> int:
     """Id of the token that ends every document: the end-of-document token of a known family, else `eos`.
 
-    Instruction-tuned models name the end of a turn as their `eos`, so that it comes second. Raises PentadError for a
-    tokenizer that has neither.
+    `eos` comes second because instruction-tuned models use it for the end of a turn. Raises PentadError for a tokenizer
+    that has neither.
     """
     names = [*_END_TOKENS, *([eos] if eos else [])]
     end = next((token for token in map(tokenizer.token_to_id, names) if token is not None), None)
@@ -88,7 +88,8 @@ def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def _for_plain_text(tokenizer: Tokenizer) -> Tokenizer:
-    """Encodes a special token that a document spells out as plain text, or a page about tokenizers would be cut."""
+    """Has special tokens that a document spells out encoded as plain text; otherwise a page about tokenizers would be
+    cut there."""
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

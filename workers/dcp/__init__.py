@@ -1,1 +1,1 @@
-"""Checkpoints of torch.distributed.checkpoint in and out."""
+"""Imports and exports checkpoints of torch.distributed.checkpoint."""

@@ -29,7 +29,7 @@ def export_dcp(
     source: Checkpoint, out: Path, request: ExportRequest, progress: Progress, *, titan: bool, dtype: Dtype | None
 ) -> Exported:
     """Writes a checkpoint under torchtitan's names or those of transformers' modules, with all copies of tied tensors,
-    in `dtype` (None: as it is stored), and beside it the files of an export but the weights.
+    in `dtype` (None: as stored), and beside it the other files of a Hugging Face export.
 
     The optimizer's state has the names of torch's Adam: optimizer.state.NAME.exp_avg, .exp_avg_sq and .step. Raises
     PentadError, and leaves no file, for a model or an optimizer that these names cannot express.

@@ -19,8 +19,8 @@ from pentad.workers.hf.names import CONFIG, FileLayout, tensor_table
 def import_dcp(
     source: Path, family: str, model: ModelSpec, kept: Mapping[str, bytes], target: Target, *, optimizer: bool = False
 ) -> Imported:
-    """Writes what `import_folder` does, from a checkpoint under the names of transformers or torchtitan; in float64 if
-    it is. `kept` are the files that go along.
+    """Writes the same as `import_folder`, from a checkpoint under the names of transformers or torchtitan, in float64
+    if any tensor is. `kept` are files to keep for an export.
 
     Raises PentadError, and leaves no file, for a checkpoint that is damaged or of another model.
     """

@@ -1,8 +1,9 @@
-"""Reads what torch.distributed.checkpoint wrote, without unpickling: the tensors of `.metadata` and `.distcp` files.
+"""Reads tensors that torch.distributed.checkpoint wrote to `.metadata` and `.distcp` files, without unpickling.
 
 `.metadata` is a pickle: tensors by name with size, dtype and chunks, and for each chunk a file, an offset and a length.
-What lies there is a zip archive as torch.save writes it. A grammar of our own reads both (restricted_pickle). In the
-safetensors form (`HuggingFaceStorageWriter` with `save_distributed`) the header of each file says where its parts lie.
+There lies a zip archive as torch.save writes it. A parser of our own reads the pickles of both (restricted_pickle). In
+the safetensors form (`HuggingFaceStorageWriter` with `save_distributed`) the header of each file says which parts of
+tensors it holds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pentad.workers.dcp.restricted_pickle import Record, parse_pickle
 from pentad.workers.dcp.torch_save import read_saved_tensor
 
 METADATA, SHARDING = ".metadata", "DCP_SHARDING_INFO"
-MAX_METADATA = 1 << 30  # bytes; a larger file is foreign and is never read
+MAX_METADATA = 1 << 30  # bytes; a larger file cannot be metadata and is never read
 _MODULE = "torch.distributed.checkpoint.metadata"
 _DTYPES = {
     "float64": torch.float64,
@@ -40,7 +41,7 @@ _RECORDS = (
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor: where it begins in it, its sizes, and how to read it."""
+    """A part of a tensor: its offsets in the tensor, its sizes, and a function that reads it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -48,7 +49,7 @@ class Chunk(NamedTuple):
 
 
 class DcpTensor(NamedTuple):
-    """A tensor of a checkpoint; other dtypes than those of torch's numbers are None."""
+    """A tensor of a checkpoint; `dtype` is None for unsupported dtypes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -61,9 +62,9 @@ def is_dcp(folder: Path) -> bool:
 
 
 def open_dcp(folder: Path) -> dict[str, DcpTensor]:
-    """The tensors of a checkpoint by name; values that are no tensors are left out.
+    """The tensors of a checkpoint by name; values other than tensors are left out.
 
-    Raises PentadError, which names the file, for one that is damaged or holds anything but a checkpoint's metadata.
+    Raises PentadError, naming the file, for one that is damaged or holds anything but a checkpoint's metadata.
     """
     if (folder / METADATA).is_file():
         return _read_metadata(folder)
@@ -89,7 +90,7 @@ def _read_metadata(folder: Path) -> dict[str, DcpTensor]:
 
 
 def _known() -> dict[str, Any]:
-    """What stands for the classes and constants in `.metadata`."""
+    """Replacements for the classes and constants named in `.metadata`."""
     known: dict[str, Any] = {name: _record(name) for name in _RECORDS}
     known |= {f"torch {name}": name for name in _numbers()}
     known["torch Size"] = lambda sizes=(): tuple(sizes)
@@ -103,7 +104,7 @@ def _record(name: str) -> Callable[[], Record]:
 
 
 def _numbers() -> list[str]:
-    """Names of torch's dtypes."""
+    """The names of torch's dtypes."""
     return [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
 
 
@@ -122,7 +123,7 @@ def _tensors(folder: Path, metadata: Any) -> Iterator[tuple[str, DcpTensor]]:
 
 
 def _stored(storage_data: Any) -> dict[tuple[str, tuple[int, ...]], Record]:
-    """Where each chunk of a tensor is, by the tensor's name and the chunk's offsets."""
+    """Where each chunk is stored, by the tensor's name and the chunk's offsets."""
     found = {}
     for key, info in storage_data.items():
         index = dict(key[1:])
@@ -192,7 +193,8 @@ def _read_headers(folder: Path) -> dict[str, DcpTensor]:
 
 
 def _joined(folder: Path, name: str, parts: list[tuple[str, Chunk]]) -> DcpTensor:
-    """The tensor that ends where its last chunk does: the headers do not say how long it is."""
+    """The tensor made up of these parts. Its shape follows from where the last chunk ends: the headers do not give it.
+    Raises PentadError if parts are missing."""
     shape = tuple(max(ends) for ends in zip(*(_ends(chunk) for _, chunk in parts), strict=True))
     chunks = [chunk for _, chunk in parts]
     try:

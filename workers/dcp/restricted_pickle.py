@@ -1,7 +1,7 @@
-"""Reads pickles of plain data by a grammar of our own: nothing that a pickle names is imported or called.
+"""Reads pickles of plain data with a machine of our own: nothing that a pickle names is imported or called.
 
 A pickle is a program for a stack machine. This one knows the instructions that build numbers, strings, tuples, lists,
-dictionaries and objects of the classes in `known`, which are functions of ours; everything else is refused.
+dictionaries, and objects of the classes in `known`, for which it calls functions of ours; it refuses everything else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
 
-Known = Mapping[str, Any]  # "module name" of a class or constant -> what stands for it, a function for a class
+Known = Mapping[str, Any]  # "module name" of a class or constant -> its replacement, a function for a class
 _MARK = object()
 _VALUES = {*("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
@@ -21,7 +21,7 @@ _IGNORED = {"PROTO", "FRAME"}
 
 
 class Record:
-    """An object: the name of its class, and its state, a dictionary unless the class has one of its own."""
+    """An object: the name of its class, and its state, which is a dictionary unless the class defines its own."""
 
     def __init__(self, name: str) -> None:
         self.name, self.state = name, dict[Any, Any]()
@@ -31,7 +31,7 @@ class Record:
 
 
 def parse_pickle(data: bytes, known: Known, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The value of a pickle. `persistent` gives that of a persistent ID, which torch has for the data of tensors.
+    """The value of a pickle. `persistent` resolves persistent IDs, with which torch refers to the data of tensors.
 
     Raises PentadError for an instruction or class that is not allowed, and for data that is not a pickle.
     """
@@ -72,7 +72,7 @@ class _Machine:
             handler(self, argument)
 
     def since_mark(self) -> list[Any]:
-        """Takes the values above the last mark, and the mark, from the stack."""
+        """Pops the values above the last mark, and the mark, from the stack; returns the values."""
         at = max(index for index, value in enumerate(self.stack) if value is _MARK)
         values = self.stack[at + 1 :]
         del self.stack[at:]
@@ -92,7 +92,7 @@ class _Machine:
     def call(self) -> None:
         arguments = self.stack.pop()
         made = self.stack.pop()
-        if not callable(made) or type(arguments) is not tuple:  # what can be called is in `known`
+        if not callable(made) or type(arguments) is not tuple:  # the only callables are those in `known`
             raise PentadError(f"a pickle calls a {_type(made)}: expected a class")
         self.stack.append(made(*arguments))
 
@@ -109,7 +109,8 @@ class _Machine:
 
 
 def _hashable(key: Any) -> Any:
-    """A string, or an object as (class, sorted state), whose values are strings, numbers and tuples of numbers."""
+    """A key of a dictionary: a string, or an object as (class, *sorted state). Raises PentadError for other keys, and
+    for nested values in the state."""
     if isinstance(key, str):
         return key
     if isinstance(key, Record) and isinstance(key.state, dict):
@@ -122,7 +123,7 @@ def _hashable(key: Any) -> Any:
 
 
 def _type(value: Any) -> str:
-    """Not the value itself: a few bytes of a hostile pickle can describe one too long to print."""
+    """The value's type for errors, not the value: a few bytes of a hostile pickle can make one too long to print."""
     return type(value).__name__
 
 

@@ -1,4 +1,4 @@
-"""The weights, and moments of Adam, in a checkpoint of torch.distributed.checkpoint."""
+"""The weights and Adam's moments in a checkpoint of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pentad.workers.params.sharded_state import TensorAssembly
 HF_EMBEDDING = "model.embed_tokens.weight"
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # pentad's name -> that of torch's Adam
 _READABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_ROOTS = ("model.", "lm_head.", "layers.", "tok_embeddings.", "norm.", "output.")  # of a model's tensors
+_ROOTS = ("model.", "lm_head.", "layers.", "tok_embeddings.", "norm.", "output.")  # prefixes of a model's tensors
 
 
 class DcpSource:
-    """Tensors by the names that a model's own state_dict has, in float32, or float64 if stored so."""
+    """Tensors by their names in the model's own state_dict, read as float32, or float64 if stored so."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, DcpTensor]) -> None:
         self.folder, self.tensors, self.names = folder, tensors, frozenset(tensors)
@@ -36,11 +36,11 @@ class DcpSource:
             raise PentadError(f"tensor {name} in {self.folder} has dtype {found.dtype}: expected {expected}")
 
     def dtype(self, name: str) -> torch.dtype:
-        """What `read` returns."""
+        """The dtype that `read` returns."""
         return torch.promote_types(torch.float32, self.tensors[name].dtype or torch.float32)
 
     def read(self, name: str) -> torch.Tensor:
-        """A full tensor. Raises PentadError where parts are damaged or missing."""
+        """A full tensor. Raises PentadError if parts are damaged or missing."""
         found = self.tensors[name]
         assembly = TensorAssembly(found.shape)
         for chunk in found.chunks:
@@ -51,8 +51,8 @@ class DcpSource:
 
 
 class DcpModel:
-    """What a checkpoint holds of a model: `weights`, `moments` by pentad's names of them (none if it has no optimizer
-    state), and the number of steps that Adam has done. `is_titan`: under torchtitan's names, else transformers'."""
+    """A model in a checkpoint: its `weights`, its `moments` by pentad's kinds (empty without optimizer state), and the
+    number of steps that Adam has done. `is_titan`: names are torchtitan's, else transformers'."""
 
     def __init__(self, folder: Path) -> None:
         tensors = open_dcp(folder)
@@ -75,7 +75,7 @@ class DcpModel:
 
     @property
     def step(self) -> int:
-        """Raises PentadError if the optimizer state does not say it."""
+        """The number of steps that Adam has done. Raises PentadError if the optimizer state lacks it."""
         if self.embedding not in self._steps.names:
             raise PentadError(f"{self._steps.folder} has no step of the optimizer: expected it beside its moments")
         tensors = self._steps.tensors[self.embedding]
@@ -87,6 +87,6 @@ def _ending(tensors: Mapping[str, DcpTensor], suffix: str) -> dict[str, DcpTenso
 
 
 def _range_name(chunk: Chunk) -> str:
-    """The chunk's place as sharded_state spells it."""
+    """The chunk's range in the notation of sharded_state."""
     ends = zip(chunk.offsets, chunk.sizes, strict=True)
     return "@" + ",".join(f"{at}-{at + size}" for at, size in ends) if chunk.sizes else ""

@@ -1,6 +1,6 @@
 """Names of tensors in torchtitan's checkpoints of its llama3 and qwen3 models without experts.
 
-Rotary parts of llama3 are interleaved there (pair i is x[2 i], x[2 i + 1]), those of qwen3 half-split.
+There, llama3's rotary parts are interleaved (pair i is x[2 i], x[2 i + 1]), and qwen3's are half-split.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _PARTS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-# Those of releases before 2026.
+# Current parts -> those in releases before 2026.
 _OLD_PARTS = {"attention.qkv_linear.": "attention.", "lm_head.": "output."}
 
 
 def require_family(family: str) -> None:
-    """Raises PentadError for a family whose tensors have another form in torchtitan."""
+    """Raises PentadError for a family whose tensors torchtitan stores in another form."""
     if family not in FAMILIES:
         raise PentadError(f"model.family is {family}: expected {' or '.join(FAMILIES)} for torchtitan's names")
 
 
 def titan_table(family: str, model: ModelSpec, names: Collection[str] = ()) -> TensorTable:
-    """The tensors of a model; if `names` are those of an old checkpoint, as they were called then.
+    """The tensors of a model, under the old names if `names` are those of an old checkpoint.
 
-    Raises PentadError for a family that is stored in another form.
+    Raises PentadError for a family that torchtitan stores in another form.
     """
     require_family(family)
     old = {new: was for new, was in _OLD_PARTS.items() if names and not any(new in name for name in names)}

@@ -1,6 +1,6 @@
-"""Reads a tensor that torch.save wrote: a zip archive of a small pickle, and of the data as raw bytes.
+"""Reads a tensor that torch.save wrote: a zip archive of a small pickle and the data as raw bytes.
 
-The pickle is read by a grammar of our own (restricted_pickle): it can name a dtype, sizes and strides, nothing else.
+The pickle is read by a parser of our own (restricted_pickle): it can specify a dtype, sizes and strides, nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import CHUNK
 from pentad.workers.dcp.restricted_pickle import parse_pickle
 
-_MAX_PICKLE = 1 << 20  # bytes; that of a tensor has some hundred
+_MAX_PICKLE = 1 << 20  # bytes; a tensor's pickle has a few hundred
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -45,9 +45,9 @@ class _Layout(NamedTuple):
 def read_saved_tensor(
     path: Path, start: int, length: int, sizes: tuple[int, ...], dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """The tensor of these sizes in `length` bytes of a file from `start` on, contiguous, in memory of its own.
+    """The tensor of these sizes in `length` bytes of a file from `start` on; contiguous, in memory of its own.
 
-    Raises PentadError for anything else, before it takes memory for it.
+    Raises PentadError for anything else, before allocating memory for it.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(_Window(file, start, length)) as archive:
@@ -115,7 +115,7 @@ def _layout(storage: Any, offset: Any, sizes: Any, strides: Any, *_: Any) -> _La
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A part of a file as a file object."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self.file, self.start, self.length, self.at = file, start, length, 0

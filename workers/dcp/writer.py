@@ -23,7 +23,8 @@ from pentad.workers.checkpoint.safetensors_io import Progress
 
 
 class ToWrite(NamedTuple):
-    """A tensor by its path in the nested dictionary that torch makes of a checkpoint; joined by dots, its name."""
+    """A tensor by its path in the nested dictionary as which torch loads a checkpoint; the path joined by dots is its
+    name."""
 
     path: tuple[str, ...]
     dtype: torch.dtype
@@ -60,12 +61,12 @@ def write_dcp(folder: Path, tensors: Sequence[ToWrite], progress: Progress) -> N
 
 class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
-        """Neither the path of the folder, which is renamed, nor a random ID: the same tensors give the same bytes."""
+        """Empty: without the folder's path, which changes, and a random ID, the same tensors give the same bytes."""
         return StorageMeta()
 
 
 class _Reader(DefaultSavePlanner):
-    """What torch's writer asks for the tensors; the plan is made above, of all of them at once."""
+    """Gives torch's writer the tensors; the plan for all of them is made in `write_dcp`."""
 
     def __init__(self, tensors: Sequence[ToWrite], progress: Progress) -> None:
         super().__init__()

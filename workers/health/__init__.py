@@ -1,1 +1,1 @@
-"""Measurements of a machine: what its GPUs report, how fast and how alike they and their links work."""
+"""Measurements of a machine: what its GPUs report, and how fast and consistently they and their links work."""

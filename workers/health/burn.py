@@ -1,4 +1,4 @@
-"""Multiplies fixed matrices on every GPU, or every CPU core, at once and compares the products bit by bit.
+"""Multiplies fixed matrices on every GPU, or every CPU core, at the same time and compares the products bit by bit.
 
 `python -m pentad.workers.health.burn DEVICE SECONDS` prints a JSON list of what `burn` returns.
 """
@@ -18,17 +18,17 @@ import torch
 from pentad.workers.health.gpu_facts import facts_of, index_of
 from pentad.workers.health.results import Burned
 
-SIZE = {"cuda": 8192, "cpu": 512}  # of the factors
+SIZE = {"cuda": 8192, "cpu": 512}  # rows and columns of the factors
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 SEED = 1
-ROWS = 16  # of the first product that are compared with float64
-ROUND = 10  # products between two looks at the clock, of a GPU
+ROWS = 16  # rows of the first product that are compared with float64
+ROUND = 10  # products between two checks of the time, on a GPU
 WARM_UP = 0.25  # share of the time that does not count for the rate
 
 
 class Task(NamedTuple):
-    """Two factors; some rows of their product in float64, and the errors that float32 sums and one rounding of the
-    result may cause there."""
+    """Two factors, some rows of their product in float64, and the errors there that float32 sums and one rounding of
+    the result may cause."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -37,7 +37,7 @@ class Task(NamedTuple):
 
 
 def burn(device: str, seconds: float) -> list[Burned]:
-    """Burns all visible GPUs ('cuda') or the cores that this process may use ('cpu') for so many seconds.
+    """Burns in all visible GPUs ('cuda') or the cores that this process may use ('cpu') for `seconds`.
 
     The factors are the same everywhere, drawn on the host. Raises what torch raises if a unit fails.
     """
@@ -90,7 +90,7 @@ def _burn_gpu(index: int, task: Task, seconds: float) -> Burned:
             count += ROUND
             torch.cuda.current_stream().synchronize()
         took = time.monotonic() - since
-        for _ in range(4 * ROUND):  # while the GPU works, it is asked for its clock
+        for _ in range(4 * ROUND):  # keeps the GPU busy while its clock is read
             torch.mm(a, b, out=product)
         facts = facts_of(number)
         host = first.cpu()
@@ -109,7 +109,7 @@ def _burn_gpu(index: int, task: Task, seconds: float) -> Burned:
 
 
 def _burn_core(core: int, task: Task, seconds: float) -> Burned:
-    """In a thread of its own, which stays on the core."""
+    """Burns in a core; runs in a thread of its own, which it pins to the core."""
     os.sched_setaffinity(0, {core})
     first = torch.mm(task.a, task.b)
     product = torch.empty_like(first)
@@ -119,7 +119,7 @@ def _burn_core(core: int, task: Task, seconds: float) -> Burned:
         torch.mm(task.a, task.b, out=product)
         differing += not torch.equal(product.view(torch.int32), first.view(torch.int32))
         count += 1
-    took = time.thread_time() - began  # others may use the core
+    took = time.thread_time() - began  # CPU time, as others may use the core
     rate = 2 * SIZE["cpu"] ** 3 * count / max(took, 1e-9)
     return Burned(f"CPU {core}", "", _digest(first), count, differing, _error(first, task), rate)
 
@@ -129,7 +129,7 @@ def _digest(product: torch.Tensor) -> str:
 
 
 def _error(product: torch.Tensor, task: Task) -> float:
-    """The largest one in units of what is allowed."""
+    """The largest error of a product, in units of the allowed one."""
     rows = product[:: product.shape[0] // ROWS].double()
     return float(((rows - task.exact).abs() / task.allowed).nan_to_num(nan=torch.inf).max())
 

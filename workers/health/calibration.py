@@ -1,8 +1,8 @@
 """Measures the rates of a rank's device and of its links, together with the other ranks, for `pentad calibrate`.
 
-`python -m pentad.workers.health.calibration DEVICE GPU ADDRESS RANK HOST,HOST,... CALLS` with the number of each rank's
-host, and the calls whose implementations are measured, op and sizes of each as JSON.
-Rank 0 prints a line of JSON for each measurement, and last one with the rates; hosts have as many ranks each.
+`python -m pentad.workers.health.calibration DEVICE GPU ADDRESS RANK HOST,HOST,... CALLS` takes the number of each
+rank's host and, as JSON, the op and sizes of the calls whose implementations are measured. All hosts have equally many
+ranks. Rank 0 prints a line of JSON for each measurement, and finally one with the rates.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TIMEOUT = 100.0  # seconds to meet, and for an operation
 def calibrate(
     kind: str, gpu: int, address: str, rank: int, hosts: list[int], kernels: Sequence[Shape] = ()
 ) -> dict[str, object]:
-    """The fields of Rates, without a source; links as seconds by bytes, None for those that there are not. `layer` are
-    the host's seconds for F, B and W of a layer, `pair_layer` and `peer_layer` those on two ranks of a host. `kernels`
-    are KernelTimes."""
+    """The fields of Rates, without a source. Links are seconds by bytes, None for those that do not exist. `layer` has
+    the host's seconds for F, B and W of a layer; `pair_layer` and `peer_layer` have those on two ranks of a host.
+    `kernels` are KernelTimes."""
     device, sizes, size = prepare_device(kind, gpu), SIZES[kind], len(hosts)
     backend.use_kernels(backend.usual_kernels(device))
     local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
@@ -80,7 +80,7 @@ def calibrate(
 
 
 def _all_like(hosts: list[int], name: str) -> list[list[int]]:
-    """The ranks of each host, or those that are each the first, the second and so on of their hosts."""
+    """The ranks of each host, or for 'inter_host' the first ranks of all hosts, the second ones and so on."""
     numbers = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     keys = hosts if name == "intra_host" else numbers
     return [[rank for rank, key in enumerate(keys) if key == each] for each in sorted(set(keys))]

@@ -1,4 +1,4 @@
-"""What one device attains, with the kernels that layers and optimizers launch."""
+"""The rates that one device attains with the kernels that layers and optimizers launch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
 
 Work = Callable[[], object]
-ROUNDS = 3  # of which the median counts
+ROUNDS = 3  # measurements, of which the median counts
 EPS = 1e-5
 
 
 class Sizes(NamedTuple):
-    """What is measured on a kind of device, for `seconds` each after `warm_up` seconds of products: a power limit
-    lowers clocks only after a while. Products are of [tokens, k] and [n, k]."""
+    """What is measured on a kind of device, for `seconds` each. First come `warm_up` seconds of products, because a
+    power limit lowers clocks only after a while. Products are of [tokens, k] and [n, k]."""
 
     seconds: float
     warm_up: float
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     widths: tuple[int, ...]
     lengths: tuple[int, ...]
     layer: tuple[int, int, int]  # tokens, hidden, ffn
-    grouped: tuple[int, int, int, tuple[int, ...]]  # rows, n, k, and of how many experts, in descending order
+    grouped: tuple[int, int, int, tuple[int, ...]]  # rows, n, k, and the numbers of experts in descending order
     elements: int
     host_bytes: tuple[int, ...]
     sent_bytes: tuple[int, ...]
@@ -60,13 +60,13 @@ SIZES = {
 
 
 class Clock:
-    """Times the same work on all ranks at once; the slowest one's seconds count. `done` is called after each."""
+    """Times the same work on all ranks at once; the slowest rank counts. Calls `done` after each timing."""
 
     def __init__(self, device: torch.device, seconds: float, done: Callable[[], None]) -> None:
         self.device, self.budget, self.done = device, seconds, done
 
     def seconds(self, work: Work) -> float:
-        """Of one run: the median of rounds, after some to warm up."""
+        """The seconds of one run: the median over rounds, after a warm-up."""
         work()
         once = self._runs(work, 1)
         count = max(1, min(1000, int(self.budget / ROUNDS / max(once, 1e-9))))
@@ -75,7 +75,7 @@ class Clock:
         return found
 
     def _runs(self, work: Work, count: int) -> float:
-        """The mean of so many."""
+        """The mean seconds over `count` runs."""
         if dist.is_initialized():
             dist.barrier()
         self.wait()
@@ -108,12 +108,12 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def has_blocks(device: torch.device) -> bool:
-    """Whether it has products in 8 bits with scales of blocks: Hopper's GPUs."""
+    """Whether the device has FP8 products with block scales, as Hopper GPUs do."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def measure_device(sizes: Sizes, device: torch.device, clock: Clock) -> dict[str, object]:
-    """The figures of Rates that are of one device; those of host memory as seconds by bytes."""
+    """The fields of Rates about a single device; host memory as seconds by bytes."""
     new = Tensors.of(device)
     _warm_up(sizes, new, clock)
     launch = clock.seconds(_launch(new))
@@ -132,14 +132,14 @@ def measure_device(sizes: Sizes, device: torch.device, clock: Clock) -> dict[str
 
 
 class Tensors:
-    """New ones with random values: zeros take less power, and so less time."""
+    """Creates tensors with random values: zeros would take less power, and so less time."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
 
     @classmethod
     def of(cls, device: torch.device) -> Tensors:
-        """In the usual dtype of compute."""
+        """Tensors in the usual compute dtype."""
         return cls(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -156,13 +156,13 @@ def _warm_up(sizes: Sizes, new: Tensors, clock: Clock) -> None:
 
 
 def _launch(new: Tensors) -> Work:
-    """One small kernel: on a GPU its host takes longer than it."""
+    """One small kernel, which takes less time on a GPU than its launch on the host."""
     x, weight = new(8, 64), new(64)
     return lambda: rms_norm(x, weight, EPS)
 
 
 def _products(sizes: Sizes, new: Tensors, clock: Clock) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """By FLOPs: FLOP/s of the products of F, B and W, and as many times more in 8 bits as those of F are faster."""
+    """FLOP/s by FLOPs: of the products of F, B and W together, and in FP8 the same times F's measured speed-up."""
     wide, narrow = [], []
     for tokens, n, k in sizes.products:
         x, dy, matrix, main = new(tokens, k), new(tokens, n), new(n, k), new(n, k, dtype=torch.float32)
@@ -182,14 +182,14 @@ def _products(sizes: Sizes, new: Tensors, clock: Clock) -> tuple[list[tuple[floa
 
 
 def _in_8_bits(x: Tensor, matrix: Tensor) -> Work:
-    """The product with a scale for each factor, of which casts are no part."""
+    """The product in FP8 with one scale per factor, without casts."""
     a, b = (Fp8Tensor(each.to(E4M3), torch.ones(1, 1, device=x.device)) for each in (x, matrix))
     return partial(fp8_gemm, a, b, x.dtype)
 
 
 def _experts(sizes: Sizes, new: Tensors, clock: Clock) -> list[dict[str, list[tuple[float, float]]]]:
-    """By the mean rows of an expert, FLOP/s of F, B and W of experts: in the dtype of compute and, where the GPU has
-    them, in 8 bits with scales of blocks, without casts to these."""
+    """FLOP/s of F, B and W of experts by the mean rows per expert: in the compute dtype and, if the GPU supports it, in
+    FP8 with block scales, without the casts."""
     rows, n, k, counts = sizes.grouped
     found: list[dict[str, list[tuple[float, float]]]] = []
     for experts in counts:
@@ -202,8 +202,8 @@ def _experts(sizes: Sizes, new: Tensors, clock: Clock) -> list[dict[str, list[tu
 
 
 def _grouped(rows: int, n: int, k: int, experts: int, new: Tensors) -> Iterator[dict[str, Work]]:
-    """F, B and W of grouped products with weights [experts, n, k]. Rows are routed at random, and so make no whole
-    tiles of an expert."""
+    """F, B and W of grouped products with weights [experts, n, k]. Rows are routed at random, so that experts do not
+    get full tiles."""
     x, dy, weights = new(rows, k), new(rows, n), new(experts, n, k)
     main = new(experts, n, k, dtype=torch.float32)
     offsets = routed_offsets(rows, experts, new.device)
@@ -217,7 +217,7 @@ def _grouped(rows: int, n: int, k: int, experts: int, new: Tensors) -> Iterator[
 
 
 def routed_offsets(rows: int, experts: int, device: torch.device) -> Tensor:
-    """Where the rows of experts end that as many tokens are routed to at random."""
+    """[experts] int32: where each expert's rows end if `rows` tokens are routed at random."""
     chosen = torch.randint(experts, (rows,), generator=torch.Generator().manual_seed(0))
     return torch.bincount(chosen, minlength=experts).cumsum(0).to(device, torch.int32)
 
@@ -240,7 +240,7 @@ def _grouped_in_8_bits(main: Tensor, dy: Tensor, x: Tensor, weights: Tensor, off
 
 
 def _attention(sizes: Sizes, width: int, new: Tensors, clock: Clock) -> dict[str, object]:
-    """As in training: heads of a packed projection, a backward that always adds in the same order."""
+    """FLOP/s of attention by length, as in training: grouped heads, and a deterministic backward."""
     tokens, hidden, _ = sizes.layer
     heads = max(1, hidden // width)
     kv_heads = max(1, heads // 4)
@@ -257,7 +257,7 @@ def _attention(sizes: Sizes, width: int, new: Tensors, clock: Clock) -> dict[str
             attention_backward(dout, attention(q, k, v, deterministic=True)[1])
 
         took = clock.seconds(forward)
-        rest = max(clock.seconds(both) - took, took)  # a backward is never faster: else it is noise
+        rest = max(clock.seconds(both) - took, took)  # less than the forward's time would be noise
         flops = 2.0 * rows * heads * length**2 * width
         forwards.append((float(length), flops / took))
         backwards.append((float(length), 2.5 * flops / rest))
@@ -271,7 +271,7 @@ def _memory(sizes: Sizes, new: Tensors, clock: Clock) -> float:
 
 
 def _elementwise(sizes: Sizes, new: Tensors, clock: Clock) -> float:
-    """Bytes/s of what F and B of a layer do besides products and attention, with the bytes that the planner counts."""
+    """Bytes/s of a layer's F and B besides products and attention, by the bytes that the planner counts."""
     tokens, hidden, ffn = sizes.layer
     width = sizes.widths[-1]
     x, residual, dy, weight = new(tokens, hidden), new(tokens, hidden), new(tokens, hidden), new(hidden)

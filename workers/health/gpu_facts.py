@@ -1,4 +1,4 @@
-"""What NVML reports of the GPUs of this machine."""
+"""What NVML reports about this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pentad.workers.runtime.telemetry import THROTTLES, query
 class GpuFacts(NamedTuple):
     """One GPU in NVML's order; None for what it does not report.
 
-    Memory is in bytes, clocks (of the SMs) in hertz. `processes` are the PIDs that compute on it and the bytes that
-    each holds, 0 if unknown. `ecc_errors` counts uncorrectable errors since the driver was loaded; `remapping` is what
-    the memory's row remapping is in need of: '', 'pending' (a reset) or 'failed' (a replacement). `throttles` are keys
-    of THROTTLES.
+    Memory is in bytes, (SM) clocks in hertz. `processes` are the PIDs that compute on it and the bytes that each holds,
+    0 if unknown. `ecc_errors` counts uncorrectable errors since the driver was loaded. `remapping` is the state of the
+    memory's row remapping: '', 'pending' (needs a reset) or 'failed' (needs a replacement). `throttles` are keys of
+    THROTTLES.
     """
 
     number: int
@@ -33,14 +33,14 @@ class GpuFacts(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The driver's version, '580.82.07', and the newest CUDA that it runs, (13, 0)."""
+    """The driver's version, such as '580.82.07', and the newest CUDA that it supports, such as (13, 0)."""
 
     version: str
     cuda: tuple[int, int]
 
 
 def read_driver() -> Driver | None:
-    """None without a driver."""
+    """The GPU driver; None if there is none."""
     try:
         nvml.nvmlInit()
         cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
@@ -50,8 +50,8 @@ def read_driver() -> Driver | None:
 
 
 def read_gpus(visible: str | None) -> tuple[GpuFacts, ...]:
-    """Of the GPUs that CUDA_VISIBLE_DEVICES, which lists indices or UUIDs or how those begin, leaves a process; with
-    None of all. No facts without a driver."""
+    """The GPUs that a process may use with `visible` as its CUDA_VISIBLE_DEVICES, which lists indices, UUIDs or UUID
+    prefixes (None: all GPUs). Empty without a driver."""
     names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
     try:
         nvml.nvmlInit()
@@ -66,13 +66,13 @@ def _is_named(gpu: GpuFacts, names: list[str]) -> bool:
 
 
 def index_of(uuid: object) -> int:
-    """NVML's index of the GPU with this UUID, as torch has it: without 'GPU-'. Raises NVMLError."""
+    """NVML's index of the GPU with this UUID, given as in torch, without 'GPU-'. Raises NVMLError."""
     nvml.nvmlInit()
     return int(nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")))
 
 
 def facts_of(index: int) -> GpuFacts:
-    """Raises NVMLError if there is no such GPU."""
+    """The facts of the GPU with this index. Raises NVMLError if there is none."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = query(nvml.nvmlDeviceGetMemoryInfo, handle)
     reasons = query(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
@@ -101,7 +101,7 @@ def facts_of(index: int) -> GpuFacts:
 
 
 def _remapping(rows: Any) -> str:
-    """Of NVML's (correctable, uncorrectable, pending, failed)."""
+    """The remapping state from NVML's (correctable, uncorrectable, pending, failed)."""
     if rows is None:
         return ""
     _, _, pending, failed = rows

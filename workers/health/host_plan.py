@@ -1,4 +1,4 @@
-"""Plans of small models for `host_rates`, which the planner counts the exchanges of."""
+"""Plans of small models for `host_rates`; `pentad calibrate` has the planner count their exchanges."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.plan import Plan, split_layers
 
-LAYERS = (1, 5)  # of two models, whose difference is that of layers alone
+LAYERS = (1, 5)  # layers of two models, whose difference in time is due to layers alone
 TOKENS, HIDDEN, HEADS, VOCAB = {"cuda": 128, "cpu": 16}, {"cuda": 1024, "cpu": 32}, {"cuda": 16, "cpu": 2}, 256
 
 
 def host_plan(device: str, layers: int, tp: int, *, peer: bool = False) -> Plan:
-    """One microbatch of so few tokens that a GPU takes less time for it than its host."""
+    """A plan with one microbatch of so few tokens that the GPU takes less time than the host."""
     hidden, program = HIDDEN[device], compile_program("1f1b", 1, 1)
     return Plan(
         name="host",

@@ -1,4 +1,4 @@
-"""How long the host takes to issue F, B and W of a layer: of a stage as a run has it, with few tokens."""
+"""How long the host takes to issue F, B and W of a layer, measured with a real stage and few tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 from pentad.workers.runtime import rank_setup
 from pentad.workers.runtime.rank_state import RankState
 
-WARM_UP, ROUNDS = 5, 21  # of which the least counts: other processes only add to it
-PAIR = 2  # tensor ranks
+WARM_UP, ROUNDS = 5, 21  # the minimum over the rounds counts: other processes can only slow it down
+PAIR = 2  # tensor-parallel ranks
 
 
 class Pair(NamedTuple):
-    """Two ranks of a host, of which this is number `rank`, and a store of theirs alone. They exchange rows by copies
-    (`peer`) or by collectives."""
+    """Two ranks of a host, of which this one is number `rank`, with a store of their own. They exchange rows by peer
+    copies (`peer`) or by collectives."""
 
     group: dist.ProcessGroup
     rank: int
@@ -38,8 +38,8 @@ class Pair(NamedTuple):
 
 
 def measure_layer(device: torch.device, clock: Clock, pair: Pair | None = None) -> list[float]:
-    """Seconds that the host takes for F, B and W of a layer, without exchanges or with those of a pair; the slowest
-    rank's count."""
+    """Seconds that the host takes for F, B and W of a layer, without exchanges or with those of a pair. The slowest
+    rank counts."""
     few, many = (_stage_seconds(layers, device, pair) for layers in LAYERS)
     return _slowest([max(0.0, b - a) / (LAYERS[1] - LAYERS[0]) for a, b in zip(few, many, strict=True)], clock)
 
@@ -47,7 +47,7 @@ def measure_layer(device: torch.device, clock: Clock, pair: Pair | None = None) 
 def measure_pairs(
     hosts: list[int], rank: int, store: dist.Store, device: torch.device, clock: Clock, *, peer: bool = False
 ) -> list[float]:
-    """`measure_layer` of pairs of ranks on these hosts, all at once. All ranks call it."""
+    """`measure_layer` for all pairs of ranks on these hosts at once. All ranks must call it."""
     local = [[other for other, at in enumerate(hosts) if at == host] for host in sorted(set(hosts))]
     pairs = [each[at : at + PAIR] for each in local for at in range(0, len(each) - 1, PAIR)]
     group, _ = dist.new_subgroups_by_enumeration(pairs, group_desc="tp")
@@ -65,7 +65,7 @@ def _slowest(seconds: list[float], clock: Clock) -> list[float]:
 
 
 def _stage_seconds(layers: int, device: torch.device, pair: Pair | None) -> list[float]:
-    """Of the host for F, B and W of one microbatch, each issued to a device that has nothing else to do."""
+    """The host's seconds for F, B and W of one microbatch, each issued to an idle device."""
     plan = host_plan(device.type, layers, PAIR if pair else 1, peer=pair is not None and pair.peer)
     tokens = torch.randint(plan.model.vocab, (plan.batch.sequence_length,), device=device)
     inputs, rounds = StageInputs(tokens=tokens, targets=tokens), list[list[float]]()
@@ -91,7 +91,7 @@ def _issue_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def _stage(plan: Plan, device: torch.device, pair: Pair | None) -> Iterator[BaseStage]:
-    """The only stage of a plan, with what its layers exchange rows through."""
+    """The only stage of a plan, joined to the groups through which its layers exchange rows."""
     rank = pair.rank if pair else 0
     state = RankState(plan, rank, device)
     (stage,) = rank_setup.make_stages(plan, rank, state.parameters, state.frozen, state.histories).values()

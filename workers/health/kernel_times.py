@@ -1,4 +1,4 @@
-"""What the implementations of attention and of experts' products take (precision.kernels)."""
+"""How long the implementations of attention and of grouped expert products take (precision.kernels)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pentad.kernels.backend import KernelKey, KernelsInUse, has_cudnn_frontend, 
 from pentad.kernels.moe.grouped_gemm import grouped_gemm
 from pentad.workers.health.device_rates import Clock, Tensors, Work, routed_offsets
 
-Shape = tuple[str, Sequence[int]]  # op and sizes, as KernelTimes has them
-DOCUMENTS = 8  # in a packed sequence, all of one length
+Shape = tuple[str, Sequence[int]]  # op and sizes, as in KernelTimes
+DOCUMENTS = 8  # in a packed sequence, all of the same length
 
 
 class Call(NamedTuple):
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 def measure_kernels(
     shapes: Sequence[Shape], new: Tensors, clock: Clock, done: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """KernelTimes of these calls, as plain data; `done` is called after each."""
+    """The KernelTimes of these calls, as plain data; calls `done` after each."""
     found = []
     for op, sizes in shapes:
         call = (_grouped if op.startswith("grouped") else _attention)(op, sizes, new)

@@ -1,4 +1,4 @@
-"""How long operations between ranks take by size: collectives of process groups, and peer copies on a host."""
+"""How long operations between ranks take, by size: collectives of process groups, and peer copies on a host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Timings = dict[str, list[tuple[float, float]]]  # (bytes that a rank sends, seco
 
 
 def measure_group(group: dist.ProcessGroup, sizes: tuple[int, ...], device: torch.device, clock: Clock) -> Timings:
-    """Of all groups at once in which the ranks call this."""
+    """Timings of a group's operations. All ranks call this, so all groups are measured at once."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     found: Timings = {kind: [] for kind in KINDS}
     for size in sizes:
@@ -55,7 +55,7 @@ def _works(group: dist.ProcessGroup, full: Tensor, part: Tensor, other: Tensor) 
 
 
 def _sent(kind: str, full: Tensor, ranks: int) -> float:
-    """By a ring algorithm."""
+    """Bytes that a rank sends with a ring algorithm."""
     share = (ranks - 1) / ranks
     return full.nbytes * {"send": 1.0, "all_reduce": 2 * share}.get(kind, share)
 
@@ -63,8 +63,8 @@ def _sent(kind: str, full: Tensor, ranks: int) -> float:
 def measure_peers(
     store: dist.Store, rank: int, ranks: int, sizes: tuple[int, ...], device: torch.device, clock: Clock
 ) -> Timings | None:
-    """Of copy engines between the ranks of a host, as transfers and ZeRO use them; None where some rank cannot share
-    its memory. `store` is of these ranks alone."""
+    """Timings of copies by copy engines between the ranks of a host, as used by transfers and ZeRO; None if any rank
+    cannot share its memory. `store` belongs to these ranks alone."""
     shared = torch.zeros(max(sizes) // 4, device=device)
     peers = [other for other in range(ranks) if other != rank]
     names: dict[Hashable, int] = {(event, other): 0 for event in ("ready", "done") for other in range(ranks)}

@@ -1,4 +1,4 @@
-"""How fast each GPU of this machine copies to each other one.
+"""How fast each GPU of this machine copies to each of the others.
 
 `python -m pentad.workers.health.links` prints what `measure_links` returns, as a JSON list.
 """
@@ -18,7 +18,7 @@ LARGE_COPIES, SMALL_COPIES = 8, 100
 
 
 def measure_links() -> list[Link]:
-    """Of all ordered pairs of visible GPUs, one after the other; by the copy engine."""
+    """Measures copies by the copy engine between all ordered pairs of visible GPUs, one pair after the other."""
     numbers = [index_of(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(torch.cuda.device_count())]
     found = []
     for source, target in permutations(range(len(numbers)), 2):
@@ -30,7 +30,7 @@ def measure_links() -> list[Link]:
 
 
 def _seconds(source: int, target: int, size: int, copies: int) -> float:
-    """The mean of so many copies, after as many to warm up."""
+    """Mean seconds of a copy over `copies`, after as many for warm-up."""
     here = torch.empty(size, dtype=torch.uint8, device=f"cuda:{source}")
     there = torch.empty(size, dtype=torch.uint8, device=f"cuda:{target}")
     seconds = 0.0

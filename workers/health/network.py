@@ -1,7 +1,6 @@
-"""How fast the nodes of a cluster exchange data, by the library that the ranks of a run use: NCCL on GPUs, else Gloo.
+"""How fast a cluster's nodes exchange data with the library that a run's ranks use: NCCL on GPUs, else Gloo.
 
-`python -m pentad.workers.health.network DEVICE ADDRESS RANK SIZE` prints a JSON list of what
-`measure_network` returns.
+`python -m pentad.workers.health.network DEVICE ADDRESS RANK SIZE` prints a JSON list of what `measure_network` returns.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ LARGE_COPIES, SMALL_COPIES = 8, 50
 
 
 def measure_network(device: str, address: str, rank: int, size: int) -> list[Link]:
-    """Of the links of this node, which is `rank` of `size`, between the first GPUs of the nodes if they have any. They
-    meet at a store that is served at `address`.
+    """Measures links of this node, `rank` of `size` nodes, between the nodes' first GPUs if they have any. The nodes
+    meet at a store that is served at `address`, and all must call this.
 
-    In each round nodes form pairs that send both ways at once, so that a slow one delays nobody but its partners. All
-    nodes have to call this. Raises what torch raises when one does not answer.
+    In each round the nodes form pairs that send both ways at once, so that a slow node affects only its partners'
+    figures. Raises what torch raises if a node does not answer.
     """
     store = join_store(address, size, TIMEOUT)
     backend, gpu = ("nccl", torch.device("cuda", 0)) if device == "cuda" else ("gloo", None)
@@ -46,7 +45,7 @@ def measure_network(device: str, address: str, rank: int, size: int) -> list[Lin
 
 
 def partner(rank: int, number: int, size: int) -> int | None:
-    """Whom a node meets in round `number` of a round-robin tournament (the circle method); None: nobody."""
+    """The node's partner in round `number` of a round-robin tournament (circle method); None if it has none."""
     last = size - 1 + size % 2
     other = number * (last + 1) // 2 % last if rank == last else (number - rank) % last
     other = last if other == rank else other
@@ -54,7 +53,7 @@ def partner(rank: int, number: int, size: int) -> int | None:
 
 
 def _seconds(device: str, other: int | None, size: int, copies: int) -> float:
-    """The mean of so many exchanges, after as many to warm up."""
+    """Mean seconds of an exchange over `copies`, after as many for warm-up."""
     data, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     seconds = 0.0
     for _ in range(2):

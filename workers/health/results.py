@@ -1,4 +1,4 @@
-"""What the probes of this folder measure: plain data, which is read without torch."""
+"""The results of this folder's probes: plain data that can be read without torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 
 class Burned(NamedTuple):
-    """What one unit, 'GPU 3' or 'CPU 5', did. `digest` is of its first product's bits, `differing` counts later
-    products with other bits, and `error` is the largest one of the first in units of the rounding that is allowed.
-    `rate` is in FLOP/s; `clock` in hertz and `throttles` are those under load, `clock_most` the GPU's highest."""
+    """The burn-in of one unit, such as 'GPU 3' or 'CPU 5'. `digest` is of the bits of its first product, `differing`
+    counts later products with other bits, and `error` is the largest error in the first, in units of the allowed
+    rounding error. `rate` is in FLOP/s; `clock` (hertz) and `throttles` are under load, `clock_most` is the GPU's
+    highest clock."""
 
     unit: str
     model: str
@@ -23,8 +24,8 @@ class Burned(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Between two GPUs, by NVML's indices, or two nodes, by their ranks: bytes/s of large copies, seconds of each of
-    many small ones in a row, and whether the source can write to the target's memory."""
+    """A link between two GPUs, by NVML's indices, or two nodes, by their ranks: bytes/s of large copies, seconds per
+    copy of many small ones in a row, and whether the source can access the target's memory."""
 
     source: int
     target: int

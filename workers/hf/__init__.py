@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints in and out."""
+"""Imports and exports Hugging Face checkpoints."""

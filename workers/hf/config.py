@@ -1,6 +1,6 @@
-"""Converts between config.json of Hugging Face models, `ModelSpec`, and the model section of a run's configuration.
+"""Converts between the config.json of Hugging Face models, `ModelSpec`, and the model section of a run's configuration.
 
-A config.json that asks for anything pentad cannot do is refused with an error that names the key.
+A config.json that requires something unsupported is refused with an error that names the key.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pentad.workers.hf.config_rope import parse_local_rope, parse_rope, rope_con
 from pentad.workers.hf.config_window import normal_window, parse_window, window_config
 
 _MAX_EXPERTS = 2**14
-_BIAS_UPDATE_RATE = 0.001  # of DeepSeek-V3 (arXiv 2412.19437, section 4.2); config.json does not have it
-# Fields that config.json lacks or has in another form: in all families, and in DeepSeek-V3.
+_BIAS_UPDATE_RATE = 0.001  # DeepSeek-V3's (arXiv 2412.19437, section 4.2), which config.json lacks
+# Fields that config.json lacks or stores in another form: in all families, and in DeepSeek-V3.
 _UNWRITTEN = {"head_dim", "mtp_loss_weight", "experts.router_z_loss_coef"}
 _UNWRITTEN_WITH_MLA = _UNWRITTEN | {"kv_heads", "experts.aux_loss_coef", "experts.bias_update_rate"}
 
@@ -27,8 +27,8 @@ _UNWRITTEN_WITH_MLA = _UNWRITTEN | {"kv_heads", "experts.aux_loss_coef", "expert
 def parse_config(config: dict[str, Any]) -> tuple[str, ModelSpec]:
     """(family, model) of a config.json, in the spelling of transformers 4 or 5.
 
-    Training options that config.json lacks get their defaults. Raises PentadError, which names the key that is missing,
-    wrong or not supported.
+    Training options that config.json lacks get their defaults. Raises PentadError naming the key that is missing, wrong
+    or not supported.
     """
     name = _family_name(config)
     family = FAMILIES[name]
@@ -58,14 +58,14 @@ def parse_config(config: dict[str, Any]) -> tuple[str, ModelSpec]:
 
 
 def _require_at_most(limit: int, **found: int) -> None:
-    """Raises PentadError for a size that nobody trains: tensors are listed one by one."""
+    """Raises PentadError for absurd sizes, because all tensors are listed one by one."""
     for key, value in found.items():
         if value > limit:
             raise PentadError(f"{key} is {value}: expected at most {limit}")
 
 
 def _parse_optional(keys: Keys, family: Family) -> dict[str, Any]:
-    """Null turns a feature off, which the default may not do."""
+    """The family's optional fields. Null turns a feature off; a missing key means the default, which may be on."""
     found = {}
     for field, key in family.optional.items():
         found[field] = 0.0 if keys.values.get(key, 0.0) is None else keys.read(key)
@@ -75,7 +75,7 @@ def _parse_optional(keys: Keys, family: Family) -> dict[str, Any]:
 
 
 def make_config(family: str, model: ModelSpec, *, positions: int, dtype: str = "float32") -> dict[str, Any]:
-    """config.json of a model for sequences of up to `positions` tokens; `parse_config` is the inverse.
+    """The config.json of a model for sequences of up to `positions` tokens; `parse_config` is the inverse.
 
     Raises PentadError for a model that the family's config.json cannot express.
     """
@@ -115,7 +115,7 @@ def make_config(family: str, model: ModelSpec, *, positions: int, dtype: str = "
 
 
 def is_interleaved(config: dict[str, Any]) -> bool:
-    """Whether rotary parts of DeepSeek-V3 are interleaved in the files of this config.json."""
+    """Whether DeepSeek-V3's rotary parts are interleaved in the files of this config.json."""
     return config.get("rope_interleave") is not False
 
 
@@ -157,7 +157,7 @@ def _family_name(config: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(keys: Keys, family: Family) -> None:
-    """Raises PentadError for features of these transformers classes that pentad does not have."""
+    """Raises PentadError for features of the transformers classes that pentad lacks."""
     for key, expected in {**WRITTEN, **CHECKED, **family.fixed}.items():
         keys.require(key, expected)
 
@@ -182,7 +182,7 @@ def _experts_config(family: Family, experts: Experts, layers: int) -> dict[str, 
     config = {key: getattr(experts, field) for field, key in (family.experts or {}).items()}
     if "aux_loss_coef" in (family.experts or {}):
         coef = experts.aux_loss_coef * _aux_loss_ratio(experts, layers)
-        config["router_aux_loss_coef"] = float(f"{coef:.12g}")  # the product need not be a short decimal
+        config["router_aux_loss_coef"] = float(f"{coef:.12g}")  # undoes rounding errors of the product
     config["output_router_logits"] = False
     if family.mla:
         config["n_shared_experts"] = max(1, experts.shared_intermediate_size // experts.intermediate_size)
@@ -192,8 +192,8 @@ def _experts_config(family: Family, experts: Experts, layers: int) -> dict[str, 
 
 
 def _aux_loss_ratio(experts: Experts, layers: int) -> float:
-    """transformers' `router_aux_loss_coef` over ours, for the same strength of balancing. Its loss pools the routers of
-    all layers, as a mean, and counts each of a token's top_k visits; pentad's is a sum over layers of means over
+    """The ratio of transformers' `router_aux_loss_coef` to ours for equally strong balancing. Its loss averages over
+    the routers of all layers and counts each of a token's top_k visits; pentad's is a sum over layers of means over
     visits."""
     return (layers - experts.first_k_dense) / experts.top_k
 
@@ -210,7 +210,7 @@ def _first_k_dense(keys: Keys, layers: int) -> int:
 
 
 def require_same(family: str, model: ModelSpec, again: ModelSpec) -> None:
-    """Raises PentadError unless the model returns from its config.json."""
+    """Raises PentadError unless `again`, parsed from the config.json of `model`, is the same model."""
     expected = dict(_fields(again))
     for key, found in _fields(model):
         same = math.isclose(found, expected[key], rel_tol=1e-9) if isinstance(found, float) else found == expected[key]
@@ -219,7 +219,7 @@ def require_same(family: str, model: ModelSpec, again: ModelSpec) -> None:
 
 
 def _fields(model: ModelSpec) -> Iterator[tuple[str, Any]]:
-    """The fields of a model with those of its parts, by the keys of a model section."""
+    """The fields of a model and of its parts, by their keys in a model section."""
     for name, value in asdict(model).items():
         if isinstance(value, dict):
             yield from ((f"{name}.{inner}", each) for inner, each in value.items())

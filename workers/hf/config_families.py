@@ -1,4 +1,4 @@
-"""What config.json looks like for each family of models, as data."""
+"""The form of config.json for each family of models, as data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pentad.schedules.spec.model import LayerType
 
 Names = Mapping[str, str]  # field of a spec -> key of config.json
-Values = Mapping[str, Any]  # by key of config.json
+Values = Mapping[str, Any]  # by key, mostly of config.json
 
 MODEL: Names = {
     "vocab": "vocab_size",
@@ -26,13 +26,13 @@ DEFAULTS: Values = {
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
     **{"query_pre_attn_scalar": 256, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0},
 }
-# What pentad supports, in all families: keys that are written, and others that are only checked.
+# The only supported values, in all families, of keys that are written, and of others that are only checked.
 WRITTEN: Values = {"hidden_act": "silu", "attention_dropout": 0.0}
 CHECKED: Values = {
     **{"attention_bias": False, "mlp_bias": False, "use_bidirectional_attention": False},
     **{"partial_rotary_factor": 1, "router_jitter_noise": 0},
 }
-# Fields of a model that its family implies.
+# Fields of `ModelSpec` that a family implies.
 TRAITS = (
     *("qkv_bias", "out_bias", "expert_biases", "attention_sinks", "qk_norm"),
     *("norms", "norm_offset", "hidden_act", "scale_embedding"),
@@ -42,12 +42,12 @@ SLIDING: LayerType = "sliding_attention"
 
 
 class Family(NamedTuple):
-    """A family of models by its names in transformers; `experts` are the keys of fields of `Experts`.
+    """A family of models by its names in transformers; `experts` maps fields of `Experts` to keys.
 
-    `traits` are fields of `ModelSpec` in TRAITS that differ from their defaults, `optional` the keys of fields that
-    only some families have. `layer_types` are repeated over the layers where there is a `sliding_window`, unless
-    config.json says otherwise; without them the family has no windows. `defaults` are those that differ from DEFAULTS.
-    `fixed` keys have one value that pentad supports; it is written too.
+    `traits` are the fields in TRAITS that differ from their defaults; `optional` maps fields that only some families
+    have to keys. `layer_types` is the pattern repeated over the layers if there is a `sliding_window`, unless
+    config.json says otherwise; if empty, the family has no windows. `defaults` are those that differ from DEFAULTS.
+    `fixed` keys have a single supported value, which is also written.
     """
 
     model_type: str
@@ -62,7 +62,7 @@ class Family(NamedTuple):
 
     @property
     def keys(self) -> set[str]:
-        """Fields of a model section that this family has and some others do not."""
+        """The fields of a model section that this family has and some others lack."""
         return {*self.optional, *(("sliding_window", "layer_types") if self.layer_types else ())}
 
 
@@ -162,7 +162,7 @@ FAMILIES = {
         "DeepseekV3ForCausalLM",
         _DEEPSEEK_EXPERTS,
         mla=True,
-        # The norms inside its attention have this epsilon, whatever rms_norm_eps is.
+        # rms_norm_eps must be the epsilon that transformers hard-codes in the norms inside attention.
         fixed={"rms_norm_eps": 1e-6, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     ),
 }

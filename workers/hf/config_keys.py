@@ -12,19 +12,19 @@ from pentad.schedules.ir.errors import PentadError
 class Keys:
     """The values of a config.json, or of a mapping in it (`prefix`). Several names of a key are alternative spellings.
 
-    A null value counts as missing; a missing key without a default raises PentadError, as does a wrong value.
-    `defaults` are those of `read`.
+    A null value counts as missing. A missing key without a default raises PentadError, as does a wrong value.
+    `defaults` are used by `read`.
     """
 
     def __init__(self, values: dict[str, Any], prefix: str = "", defaults: Mapping[str, Any] | None = None) -> None:
         self.values, self.prefix, self.defaults = values, prefix, defaults or {}
 
     def get(self, *names: str) -> Any:
-        """The value under the first of these names that has one, else None."""
+        """The value of the first of these names that has one, else None."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def read(self, name: str) -> Any:
-        """A flag, number or count, as the key's default is."""
+        """A flag, number or count, depending on the type of the key's default."""
         default = self.defaults.get(name)
         if isinstance(default, bool):
             return self.flag(name, default=default)
@@ -69,6 +69,6 @@ class Keys:
 
 
 def json_text(value: object) -> str:
-    """A value as JSON spells it, shortened."""
+    """A value as spelled in JSON, shortened."""
     words = {"None": "null", "True": "true", "False": "false"}
     return words.get(str(value), str(value)[:60])

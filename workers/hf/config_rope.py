@@ -1,4 +1,4 @@
-"""The keys of config.json that describe rotary embeddings, in the spellings of transformers 4 and 5."""
+"""The keys of config.json for rotary embeddings, in the spellings of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def parse_rope(keys: Keys, *, scales_softmax: bool) -> tuple[float, RopeScaling | None]:
-    """(base, scaling) from `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of transformers 4.
+    """(base, scaling) from the `rope_parameters` of transformers 5, or the `rope_theta` and `rope_scaling` of
+    transformers 4.
 
-    With `scales_softmax` YaRN scales attention scores too, as only DeepSeek-V3's attention does.
+    With `scales_softmax`, YaRN also scales attention scores, which only DeepSeek-V3's attention does.
     """
     rope = _rope_keys(keys, "full_attention")
     rope.require("partial_rotary_factor", 1)
@@ -25,7 +26,7 @@ def parse_rope(keys: Keys, *, scales_softmax: bool) -> tuple[float, RopeScaling 
     if kind not in ("linear", "llama3", "yarn"):
         raise rope.wrong(("rope_type", "type"), kind, "default, linear, llama3 or yarn")
     factor = rope.number("factor")
-    # A length next to the mapping is the model's own, and takes precedence over one inside it.
+    # A length beside the mapping is the model's own and takes precedence over one inside it.
     outer = keys if keys.get(_ORIGINAL) else rope
     original = outer.count(_ORIGINAL, default=keys.count("max_position_embeddings", default=2048))
     if kind == "linear":
@@ -44,14 +45,14 @@ def parse_rope(keys: Keys, *, scales_softmax: bool) -> tuple[float, RopeScaling 
 
 
 def parse_local_rope(keys: Keys) -> float:
-    """The base of layers with sliding windows (Gemma 3), which have no scaling."""
+    """The base for layers with sliding windows (Gemma 3), which have no scaling."""
     rope = _rope_keys(keys, "sliding_attention")
     rope.require("rope_type", "default")
     return rope.number("rope_theta", default=keys.read("rope_local_base_freq"))
 
 
 def _rope_keys(keys: Keys, layer_type: str) -> Keys:
-    """The keys of layers of one type: transformers 5 may nest them by type."""
+    """The rotary keys for layers of one type; transformers 5 may nest them by type."""
     nested = keys.get("rope_parameters")
     if isinstance(nested, dict) and isinstance(nested.get(layer_type), dict):
         return Keys(nested[layer_type], f"rope_parameters.{layer_type}.")
@@ -65,7 +66,7 @@ def _rope_keys(keys: Keys, layer_type: str) -> Keys:
 
 
 def rope_config(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """The inverse of `parse_rope`, in the spelling that both transformers 4 and 5 read."""
+    """The inverse of `parse_rope`, in a spelling that both transformers 4 and 5 read."""
     return {"rope_theta": theta, "rope_scaling": None if scaling is None else _scaling_config(scaling)}
 
 
@@ -95,5 +96,5 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _mscale_weight(factor: float, scale: float) -> float:
-    """The weight for which `_mscale` is `scale`; rounded, because config.json has short decimals."""
+    """The weight for which `_mscale` gives `scale`; rounded, because config.json has short decimals."""
     return round((scale - 1.0) / (0.1 * math.log(factor)), 12)

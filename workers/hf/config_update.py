@@ -1,4 +1,4 @@
-"""config.json of an imported model that has been trained since: what training did not change stays as it was."""
+"""The config.json of an imported model after training: what training did not change stays as it was."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.hf.config import make_config, parse_config, require_same
 from pentad.workers.hf.config_rope import rope_config
 
-DEFAULT_POSITIONS = 2048  # of Llama's class in transformers
+DEFAULT_POSITIONS = 2048  # the default of Llama's class in transformers
 _POSITIONS = "max_position_embeddings"
 _ROPE = {"rope_theta", "rope_scaling"}
-# Names of one key: releases of transformers and families differ.
+# Names of the same key in different releases of transformers or families.
 _SPELLINGS = (
     ("torch_dtype", "dtype"),
     ("n_routed_experts", "num_local_experts", "num_experts"),
@@ -24,10 +24,10 @@ _SPELLINGS = (
 def update_config(
     original: dict[str, Any], family: str, model: ModelSpec, *, positions: int, dtype: str
 ) -> dict[str, Any]:
-    """`original` with the dtype of the files, more positions if training used more than it names, and the keys in which
-    `model` differs from it. Weights are not quantized any more.
+    """`original` with the dtype of the files, with more positions if training used more, and with the keys in which
+    `model` differs from it, but without quantization.
 
-    MTP layers that the files lack stay in it, as transformers leaves them. Raises PentadError for a model that the
+    It still names MTP layers that the files lack, as transformers does. Raises PentadError for a model that the
     family's config.json cannot express, or of another family.
     """
     known, imported = parse_config(original)
@@ -65,7 +65,7 @@ def _spellings(key: str, original: dict[str, Any]) -> list[str]:
 
 
 def _rope_keys(original: dict[str, Any], model: ModelSpec) -> dict[str, Any]:
-    """In the spelling of `original`."""
+    """The rotary keys of `model` in the spelling of `original`."""
     made = rope_config(model.rope_theta, model.rope_scaling)
     if "rope_parameters" not in original:
         return made

@@ -1,4 +1,4 @@
-"""The keys of config.json that describe sliding windows: which layers have one, and how many tokens it spans."""
+"""The keys of config.json for sliding windows: which layers have one, and how many tokens it spans."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pentad.workers.hf.config_keys import Keys
 
 
 class Window(NamedTuple):
-    """These fields of `ModelSpec`."""
+    """The fields of `ModelSpec` for sliding windows."""
 
     sliding_window: int
     layer_types: tuple[LayerType, ...]
 
 
 def normal_window(sliding_window: int, layer_types: Sequence[LayerType], layers: int) -> Window:
-    """The shortest pattern that gives the types of the layers when it is repeated; no window where no layer has one."""
+    """The window in normal form: the shortest repeating pattern of layer types, and size 0 if no layer has a window."""
     types = [layer_types[layer % len(layer_types)] if layer_types else FULL for layer in range(layers)]
     if not sliding_window or SLIDING not in types:
         return Window(0, (FULL,))
@@ -27,7 +27,7 @@ def normal_window(sliding_window: int, layer_types: Sequence[LayerType], layers:
 
 
 def parse_window(keys: Keys, family: Family, layers: int) -> Window:
-    """The windows of a model with this many layers. Raises PentadError for those that its family does not have."""
+    """The window of a model with this many layers. Raises PentadError for windows that its family does not have."""
     types = keys.get("layer_types")
     is_list = isinstance(types, list) and all(each in (FULL, SLIDING) for each in types)
     if types is not None and (not is_list or len(types) != layers):
@@ -50,7 +50,7 @@ def window_config(family: Family, model: ModelSpec) -> dict[str, Any]:
     config: dict[str, Any] = {"sliding_window": model.sliding_window or None}
     if _has_flag(family):
         config["use_sliding_window"] = model.sliding_window > 0
-    elif family.layer_types == (SLIDING,):  # in all layers; there is no key for their types
+    elif family.layer_types == (SLIDING,):  # windows in all layers; there is no key for layer types
         return config
     if model.sliding_window or not _has_flag(family):
         types = [model.layer_types[layer % len(model.layer_types)] for layer in range(model.layers)]
@@ -61,7 +61,7 @@ def window_config(family: Family, model: ModelSpec) -> dict[str, Any]:
 
 
 def _has_flag(family: Family) -> bool:
-    """Qwen's files have a window that is not used without a flag."""
+    """Whether the family's windows are used only with a flag, as in Qwen's files."""
     return family.model_type in ("qwen2", "qwen3")
 
 

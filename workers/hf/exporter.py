@@ -40,11 +40,11 @@ METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
 class ExportRequest(NamedTuple):
-    """What to export: files of at most `limit` bytes of tensors in `dtype`, and the state of the optimizer if asked.
-    With fp8 the projections of layers are in 8 bits and all else in bfloat16.
+    """What to export: files of at most `limit` bytes of tensors in `dtype`, and the optimizer's state if requested.
+    With fp8, the layers' projections are in FP8 and everything else in bfloat16.
 
-    `positions` is the length of sequences in training (0: unknown). `kept` are further files by name; config.json and
-    generation_config.json among them are those of the import, and only updated. `special_tokens` are ids by their keys.
+    `positions` is the length of sequences in training (0: unknown). `kept` are further files by name; of these,
+    config.json and generation_config.json come from the import and are only updated. `special_tokens` has ids by key.
     """
 
     family: str
@@ -58,7 +58,7 @@ class ExportRequest(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """The files with weights, their dtype, the number of tensors in them and their bytes."""
+    """The files with weights, their dtype, and the number and total bytes of their tensors."""
 
     files: tuple[str, ...]
     dtype: str
@@ -69,8 +69,8 @@ class Exported(NamedTuple):
 def export_checkpoint(source: Checkpoint, out: Path, request: ExportRequest, progress: Progress) -> Exported:
     """Writes config.json, safetensors files (with an index if several) and the files kept from the import.
 
-    Raises PentadError, and leaves no file, if the checkpoint holds another model than `request` says or the
-    family's files cannot express it.
+    Raises PentadError, and leaves no file, if the checkpoint holds another model than `request` says or the family's
+    files cannot express it.
     """
     kept = make_files(request, request.dtype)
     table, weights = model_tensors(source, request, kept)
@@ -93,11 +93,11 @@ def export_checkpoint(source: Checkpoint, out: Path, request: ExportRequest, pro
 def model_tensors(
     source: Checkpoint, request: ExportRequest, files: Mapping[str, bytes]
 ) -> tuple[TensorTable, Weights]:
-    """The tensors of an export with these files (see `make_files`), and the table they are made by."""
+    """The table of names for an export with these files (see `make_files`), and the tensors to write."""
     table = tensor_table(request.family, request.model, FileLayout(interleaved=interleaves(files)))
     dtype = getattr(torch, _written_dtype(request.dtype))
     weights = FileTensors(StoredTensors(source, "model", request.model), table, dtype)
-    weights.dtypes.pop(HEAD if HEAD in table.copies else "", None)  # transformers leaves out a tied head, too
+    weights.dtypes.pop(HEAD if HEAD in table.copies else "", None)  # like transformers, leave out a tied head
     if request.dtype == "fp8" and request.model.expert_biases:
         found = "--dtype is fp8 for experts with biases, which transformers does not read in 8 bits"
         raise PentadError(f"{found}: expected bfloat16 or float32")
@@ -105,12 +105,12 @@ def model_tensors(
 
 
 def _written_dtype(dtype: str) -> str:
-    """The dtype of config.json, and of all that is not in 8 bits."""
+    """The dtype in config.json, which all tensors not in FP8 have."""
     return "bfloat16" if dtype == "fp8" else dtype
 
 
 def _optimizer_state(source: Checkpoint, request: ExportRequest, table: TensorTable) -> dict[str, FileTensors]:
-    """By kind; none unless `request` asks for it. Raises PentadError if the checkpoint has none."""
+    """The optimizer's state by kind, empty unless requested. Raises PentadError if the checkpoint has none."""
     kinds = optimizer_kinds(source) if request.optimizer else []
     if request.optimizer and not kinds:
         raise PentadError(f"checkpoint {source.folder} has no optimizer state: expected one of a step that was trained")
@@ -121,7 +121,7 @@ def _optimizer_state(source: Checkpoint, request: ExportRequest, table: TensorTa
 
 
 def _specs(tensors: Weights) -> dict[str, Spec]:
-    """Wide dtypes first, so that all are aligned."""
+    """The tensors' specs, wide dtypes first so that all are aligned in the files."""
     names = sorted(tensors.dtypes, key=lambda name: -tensors.dtypes[name].itemsize)
     return {name: Spec(dtype=DTYPES[tensors.dtypes[name]], shape=list(tensors.shapes[name])) for name in names}
 
@@ -129,7 +129,8 @@ def _specs(tensors: Weights) -> dict[str, Spec]:
 def _write_files(
     folder: Path, tensors: Weights, limit: int, progress: Progress, total: int, before: int
 ) -> tuple[str, ...]:
-    """Writes one file, or several with an index, and returns their names; `before` of `total` bytes are written."""
+    """Writes one file, or several with an index, and returns their names. `before` of the `total` bytes have been
+    written already."""
     specs = _specs(tensors)
 
     def read(name: str) -> list[torch.Tensor]:
@@ -147,7 +148,7 @@ def _write_files(
 
 
 def make_files(request: ExportRequest, dtype: str) -> dict[str, bytes]:
-    """config.json of an export in `dtype`, and the kept files; special tokens are written to both configs.
+    """The config.json of an export in `dtype` and the kept files, with special tokens in both configs.
 
     Raises PentadError for a model that the family's config.json cannot express.
     """

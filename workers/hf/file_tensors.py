@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as files of other formats have them: by their names there, cut and reordered."""
+"""A checkpoint's tensors as stored in files of other formats: under the names there, split and reordered."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ PROJECTIONS = re.compile(r".*\.layers\.\d+\.(.*(?<!eh)_proj(_with_mqa)?|.*\.expe
 class FileTensors:
     """The file tensors of one kind by name, with their `dtypes` and `shapes`.
 
-    `dtype` None: as in the checkpoint. Keeps the checkpoint tensor read last in memory, because the file tensors that
-    it contains are read in a row.
+    `dtype` None: as in the checkpoint. Keeps the checkpoint tensor read last in memory, because the file tensors in it
+    are read one after the other.
     """
 
     def __init__(self, source: StoredTensors, table: TensorTable, dtype: torch.dtype | None) -> None:
         self.source, kind = source, source.kind
         self.parts: dict[
             str, tuple[TensorEntry, FileTensor, int]
-        ] = {}  # its entry, itself, its first element in the entry
+        ] = {}  # entry, file tensor, and the index of its first element in the entry
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for entry in table.entries:
             stored = source.dtype(entry.name)
-            if stored is None and kind != "model":  # an optimizer need not have a state of each kind for all tensors
+            if stored is None and kind != "model":  # the optimizer may not have this kind of state for all tensors
                 continue
             offset = 0
             for part in entry.parts:
                 self.parts[part.name] = entry, part, offset
                 self.shapes[part.name] = part.shape
-                # An expert bias is never rounded, since its steps are small.
+                # Routing biases are never rounded, because their updates are small.
                 keeps = entry.name.endswith(BIAS) and dtype in (torch.bfloat16, torch.float16)
                 self.dtypes[part.name] = torch.float32 if keeps else dtype or stored or torch.float32
                 offset += torch.Size(part.shape).numel()
@@ -59,8 +59,8 @@ class FileTensors:
 
 
 class QuantizedTensors:
-    """The same tensors with the projections of layers in 8 bits, in blocks of 128 x 128, and their scales, as in
-    DeepSeek-V3's files."""
+    """The same tensors, but with the layers' projections in FP8, in blocks of 128 x 128 with scales, as in the files of
+    DeepSeek-V3."""
 
     def __init__(self, tensors: FileTensors) -> None:
         self.tensors, self.dtypes, self.shapes = tensors, dict(tensors.dtypes), dict(tensors.shapes)

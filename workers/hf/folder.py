@@ -39,8 +39,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_optimizer(folder: Path, stack: ExitStack) -> tuple[int, int, dict[str, TensorFiles]]:
-    """(step, moment_offset, tensors by kind) of the optimizer's state that an export wrote; the files are open as long
-    as `stack`."""
+    """(step, moment_offset, tensors by kind) of the optimizer state written by an export; the files stay open as long
+    as `stack`. Raises PentadError if there is none."""
     if not (folder / OPTIMIZER / STATE).is_file():
         raise PentadError(f"DIR is '{folder}', which has no {OPTIMIZER}/{STATE}: expected an export with --optimizer")
     match _read_json(folder / OPTIMIZER / STATE):
@@ -55,7 +55,7 @@ def read_optimizer(folder: Path, stack: ExitStack) -> tuple[int, int, dict[str, 
 class TensorFiles(ExitStack):
     """The tensors of a folder by name, in one file or in several with an index; use it in a `with` block.
 
-    `files` is the file of each tensor as stored. Raises PentadError, which names a file that is missing or unreadable.
+    `files` maps each stored tensor to its file. Raises PentadError naming a file that is missing or unreadable.
     """
 
     def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
@@ -76,7 +76,7 @@ class TensorFiles(ExitStack):
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the weights; scales and exponents of quantized ones belong to them."""
+        """The names of the weights, without the scales and exponents of quantized ones."""
         if self.has_mxfp4:
             packed = {name.removesuffix(PACKED_SUFFIX) for name in self.files if name.endswith(PACKED_SUFFIX)}
             parts = {name + suffix for name in packed for suffix in (PACKED_SUFFIX, EXPONENT_SUFFIX)}
@@ -85,7 +85,7 @@ class TensorFiles(ExitStack):
         return [name for name in self.files if scale is None or not name.endswith(scale)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """What `read` returns."""
+        """The dtype that `read` returns."""
         return torch.float32
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -98,7 +98,7 @@ class TensorFiles(ExitStack):
             self._check(name + SCALE_SUFFIX, scales_shape(shape, self.block), _READABLE)
 
     def _check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str:
-        """The dtype of a tensor as stored."""
+        """The stored dtype of a tensor. Raises PentadError unless it is one of `dtypes` and the shape is right."""
         if name not in self.files:
             raise PentadError(f"tensor {name} is not in {self.folder}: expected one of shape {list(shape)}")
         file = self.files[name]
@@ -114,7 +114,7 @@ class TensorFiles(ExitStack):
         return dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor in float32, [shape of `check`]."""
+        """A tensor in float32, in the shape given to `check`."""
         if self._is_packed(name):
             return unpacked(self._read(name + PACKED_SUFFIX), self._read(name + EXPONENT_SUFFIX))
         stored = self._read(name)
@@ -126,7 +126,7 @@ class TensorFiles(ExitStack):
         return self.has_mxfp4 and name + PACKED_SUFFIX in self.files
 
     def _read(self, name: str) -> torch.Tensor:
-        """A tensor as stored; it may be a view of the mapped file."""
+        """A tensor as stored, possibly a view of the mapped file."""
         file = self.files[name]
         try:
             return self._open(file).get_tensor(name)
@@ -148,12 +148,12 @@ class TensorFiles(ExitStack):
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # its name is too long, for example
+    except OSError:  # such as for a name that is too long
         return False
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if path.exists() and not (path.is_file() or path.is_dir()):  # may never end
+    if path.exists() and not (path.is_file() or path.is_dir()):  # reading might never end
         raise PentadError(f"{path} is a pipe or device: expected a file")
     try:
         found = json.loads(path.read_bytes())

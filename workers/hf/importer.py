@@ -25,11 +25,11 @@ from pentad.workers.hf.layout import from_file, quantization_of
 from pentad.workers.hf.names import MODEL_FILE, FileLayout, TensorEntry, TensorTable, tensor_table
 
 FILE_BYTES = 4 << 30
-_IGNORED = re.compile(r".*rotary_emb\.inv_freq")  # buffers in old files
+_IGNORED = re.compile(r".*rotary_emb\.inv_freq")  # a buffer in old files
 
 
 class Imported(NamedTuple):
-    """The checkpoint's folder, and the model it holds. `bytes` are of all tensors; `kept` are the files beside the
+    """The checkpoint's folder and the model that it holds. `bytes` counts all tensors; `kept` are the files beside the
     weights, for an export."""
 
     folder: Path
@@ -43,8 +43,8 @@ class Imported(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a checkpoint goes: OUT, as a new folder that errors call `name`, in files of at most `limit` bytes;
-    OUT/model.yaml is the text that `render` makes of the model section."""
+    """Where a checkpoint goes: a new folder `out`, called `name` in errors, with files of at most `limit` bytes.
+    `render` turns the model section into the text of its model.yaml."""
 
     out: Path
     render: Callable[[dict[str, Any]], str]
@@ -54,7 +54,7 @@ class Target(NamedTuple):
 
 
 class TensorSource(Protocol):
-    """Tensors by name, of which `read` gives float32, or float64 where `dtype` says so."""
+    """Tensors by name; `read` returns the dtype given by `dtype`, float32 or float64."""
 
     folder: Path
 
@@ -62,7 +62,7 @@ class TensorSource(Protocol):
     def names(self) -> Collection[str]: ...
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises PentadError unless it can be read and has this shape."""
+        """Raises PentadError unless the tensor can be read and has this shape."""
 
     def dtype(self, name: str) -> torch.dtype: ...
 
@@ -70,8 +70,8 @@ class TensorSource(Protocol):
 
 
 class ModelTensors(NamedTuple):
-    """What is imported: a model's weights, the state of its optimizer by kind after `step` steps (none: step 0), the
-    table of their names, and the files beside them."""
+    """What is imported: a model's weights, its optimizer's state by kind after `step` steps (0 without one), the table
+    of tensor names, and the files beside the weights."""
 
     family: str
     model: ModelSpec
@@ -84,10 +84,10 @@ class ModelTensors(NamedTuple):
 
 
 def import_folder(source: Path, target: Target, *, optimizer: bool = False) -> Imported:
-    """Writes OUT/checkpoints/step-00000000 with the weights of Hugging Face files in float32, OUT/model.yaml, and all
-    files but the weights, in OUT/hf. With `optimizer`, its state too, and the step is that of the export.
+    """Writes the weights of Hugging Face files in float32 to OUT/checkpoints/step-00000000, the model section to
+    OUT/model.yaml, and all other files to OUT/hf. With `optimizer`, its state is included and the step is the export's.
 
-    Raises PentadError, and leaves no file, for a folder that is incomplete or of an unsupported model.
+    Raises PentadError, and leaves no file, for a folder that is incomplete or has an unsupported model.
     """
     config, kept = read_config(source), read_files(source)
     family, model = parse_config(config)
@@ -102,7 +102,7 @@ def import_folder(source: Path, target: Target, *, optimizer: bool = False) -> I
 
 
 def write_import(found: ModelTensors, target: Target) -> Imported:
-    """Writes OUT. Raises PentadError, and leaves no file, for a tensor that is missing or wrong."""
+    """Writes the target's folder. Raises PentadError, and leaves no file, for a tensor that is missing or wrong."""
     sources = {"model": found.weights} | {f"optimizer.{kind}": source for kind, source in found.moments.items()}
     entries = {f"{kind}.{entry.name}": (source, entry) for kind, source, entry in _stored(found, sources)}
     _refuse_unknown(found)
@@ -139,7 +139,8 @@ def write_import(found: ModelTensors, target: Target) -> Imported:
 def _stored(
     found: ModelTensors, sources: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, TensorSource, TensorEntry]]:
-    """All weights, and what the optimizer has of them. Raises PentadError for a tensor that is missing or wrong."""
+    """All weights, and the optimizer's state of those that have some. Raises PentadError for a tensor that is missing
+    or wrong."""
     for kind, source in sources.items():
         for entry in found.table.entries:
             if kind == "model" or any(part.name in source.names for part in entry.parts):
@@ -149,7 +150,7 @@ def _stored(
 
 
 def _check_copies(found: ModelTensors) -> None:
-    """Raises PentadError for a copy of a tensor that differs from it; copies may be missing."""
+    """Raises PentadError if a copy of a tensor differs from the original; copies may be missing."""
     source, shapes = found.weights, {part.name: part.shape for entry in found.table.entries for part in entry.parts}
     for name, original in found.table.copies.items():
         if name in source.names:

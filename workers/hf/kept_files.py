@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder besides its weights: an import keeps them as they are, an export returns them."""
+"""The files of a Hugging Face folder other than its weights: an import keeps them, and an export writes them again."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 from pentad.schedules.ir.errors import PentadError
 
-FOLDER = "hf"  # where an import keeps them, beside its checkpoints
+FOLDER = "hf"  # folder for them in an import, beside its checkpoints
 SUBFOLDERS = ("additional_chat_templates",)
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".h5", ".msgpack", ".onnx"),
-    ".index.json",  # of weights in several files
+    ".index.json",  # the index of weights in several files
 )
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Files by their path below `folder`, without weights and hidden files; none if it does not exist.
+    """Files by their path below `folder`, without weights and hidden files; none if the folder does not exist.
 
-    Raises PentadError, which names a file that cannot be read.
+    Raises PentadError naming a file that cannot be read.
     """
     found = {}
     for path in sorted(_paths(folder)):

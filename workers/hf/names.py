@@ -1,6 +1,6 @@
-"""Names of Hugging Face files and tensors, and which of those tensors each of pentad's consists of.
+"""Names of Hugging Face files and tensors, and the file tensors that make up each of pentad's tensors.
 
-A tensor of pentad is several of the files' concatenated in C order: queries, keys and values; gate and up; expert after
+A tensor of pentad is a concatenation of file tensors in C order: queries, keys and values; gate and up; expert after
 expert. So each form can be streamed from the other with one file tensor in memory. The rotary parts of DeepSeek-V3 are
 interleaved in files (pair i is x[2 i], x[2 i + 1]) and half-split in pentad.
 """
@@ -17,7 +17,7 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 MODEL_FILE = "model.yaml"  # the model section that an import writes
 OPTIMIZER, STATE = "optimizer", "state.json"  # the folder of an export's optimizer state; its step and kinds
 
-# pentad's name after `layers.N.` -> the files' names after `model.layers.N.`; * is the number of an expert.
+# pentad's name after `layers.N.` -> the files' names after `model.layers.N.`; * stands for the number of an expert.
 _LAYER = {
     "attention_norm": ["input_layernorm.weight"],
     "attention.qkv": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
@@ -65,28 +65,28 @@ _MIXTRAL = {
     "experts.down": ["block_sparse_moe.experts.*.w2.weight"],
 }
 _OF_FAMILY = {"olmo2": _POST_NORMS, "phi3": _PHI3, "gemma2": _POST_NORMS, "gemma3": _POST_NORMS, "gpt-oss": _GPT_OSS}
-# The same after `mtp.N.`
+# The same for names after `mtp.N.`
 _MTP = {
     "hidden_norm": ["hnorm.weight"],
     "embedding_norm": ["enorm.weight"],
     "join": ["eh_proj.weight"],
     "norm": ["shared_head.norm.weight"],
 }
-# The same without a prefix.
+# The same for names without a prefix.
 _ENDS = {"embedding": ["model.embed_tokens.weight"], "norm": ["model.norm.weight"], "head": ["lm_head.weight"]}
 
 Sizes = tuple[int, ...]
 
 
 class Rotary(NamedTuple):
-    """Rows in `heads` equal groups, in each of which the last `width` rows are interleaved rotary pairs."""
+    """Rows in `heads` equal groups; the last `width` rows of each group are interleaved rotary pairs."""
 
     heads: int
     width: int
 
 
 class Stack(NamedTuple):
-    """A tensor of all experts, whose matrices are transposed, or whose rows of gate and up alternate."""
+    """The form of a tensor of all experts: whether their matrices are transposed, and gate and up rows alternate."""
 
     is_transposed: bool
     alternates: bool
@@ -100,7 +100,7 @@ _GPT_OSS_STACKS = {
 
 
 class FileTensor(NamedTuple):
-    """A tensor in the files; `stack` is the form of gpt-oss's experts there."""
+    """A tensor in the files; `stack` is the form of gpt-oss's experts."""
 
     name: str
     shape: Sizes
@@ -109,7 +109,7 @@ class FileTensor(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of pentad by its global name, and the file tensors whose elements it consists of, in order."""
+    """A tensor of pentad by its global name, and the file tensors whose elements make it up, in order."""
 
     name: str
     shape: Sizes
@@ -117,16 +117,16 @@ class TensorEntry(NamedTuple):
 
 
 class TensorTable(NamedTuple):
-    """All tensors of a model. `copies` maps file tensors that repeat another one to that one; the files of models with
-    tied embeddings may lack them."""
+    """All tensors of a model. `copies` maps file tensors that repeat another one to the original; files may lack such
+    copies."""
 
     entries: tuple[TensorEntry, ...]
     copies: dict[str, str]
 
 
 class FileLayout(NamedTuple):
-    """How files store a family: `fused_experts` in one tensor as transformers 5 holds them in memory, otherwise one
-    each as on the hub; `interleaved` rotary parts as DeepSeek-V3 unless its config.json says no."""
+    """How files store a family: `fused_experts` in one tensor, as transformers 5 holds them in memory, or in a tensor
+    each, as on the hub; `interleaved` rotary parts, as for DeepSeek-V3 unless its config.json says otherwise."""
 
     fused_experts: bool = False
     interleaved: bool = True

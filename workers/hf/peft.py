@@ -1,4 +1,4 @@
-"""Adapters as PEFT stores them: adapter_config.json and adapter_model.safetensors."""
+"""Reads and writes adapters as PEFT stores them: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _NAME = re.compile(
     r"base_model\.model\.model\.layers\.\d+\.(?:mlp\.experts(?:\.base_layer)?|(?:self_attn|mlp)\.(\w+))"
     r"\.lora_[AB]\.weight"
 )
-# Of PEFT's LoraConfig: variants whose products are not W x + alpha / r B A x, or that train other tensors as well.
+# Variants in PEFT's LoraConfig that do not compute W x + alpha / r B A x, or that train other tensors as well.
 _VARIANTS = ("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern",
              "alpha_pattern", "modules_to_save", "layer_replication", "trainable_token_indices",
              "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
              "velora_config")  # fmt: skip
-_KEEPING_W = (True, False, None, "gaussian", "orthogonal", "eva")  # initial values with which W is that of the model
+_KEEPING_W = (True, False, None, "gaussian", "orthogonal", "eva")  # initializations that leave W unchanged
 
 
 def export_adapter(source: Checkpoint, out: Path, request: ExportRequest, progress: Progress) -> Exported:
-    """Writes what `peft.PeftModel.from_pretrained` loads beside the model that the run began with.
+    """Writes the adapters so that `peft.PeftModel.from_pretrained` loads them onto the model that the run began with.
 
     Raises PentadError, and leaves no file, if the checkpoint has no adapters.
     """
@@ -83,8 +83,8 @@ def export_adapter(source: Checkpoint, out: Path, request: ExportRequest, progre
 
 
 class PeftTensor(NamedTuple):
-    """A or B of an adapter as PEFT stores it: one matrix, even for all experts. B has a `part`, as its rows there are
-    in the order of the base's rows in files."""
+    """A or B of an adapter as PEFT stores it: one matrix, even for all experts. B has a `part`, because PEFT has its
+    rows in the order of the base weight's rows in files."""
 
     name: str
     adapter: Tensor
@@ -97,7 +97,8 @@ class PeftTensor(NamedTuple):
         return (rows * count, columns) if self.part is None else (rows, columns * count)
 
     def to_file(self, values: torch.Tensor) -> torch.Tensor:
-        """Matrices of experts are one above the other in A; in B those of an output's weights come rank by rank."""
+        """Converts values to PEFT's form. The experts' matrices are stacked in A; in B an output's row has, for each
+        rank, the values of all experts."""
         if self.part is None:
             return values.view(self.shape)
         values = to_file(values, self.part)
@@ -114,7 +115,7 @@ class PeftTensor(NamedTuple):
 
 
 def _peft_tensors(request: ExportRequest, lora: LoraSpec) -> list[PeftTensor]:
-    """All adapters of a model."""
+    """All adapter matrices of a model."""
     layout = FileLayout(interleaved=is_interleaved(json.loads(request.kept.get(HF_CONFIG, b"{}"))))
     table = tensor_table(request.family, request.model, layout)
     parts, found = {entry.name: entry.parts[0] for entry in table.entries}, []
@@ -127,8 +128,8 @@ def _peft_tensors(request: ExportRequest, lora: LoraSpec) -> list[PeftTensor]:
 
 
 def _peft_name(name: str, lora: LoraSpec) -> str:
-    """layers.0.attention.q_proj.lora_A is base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight there. The
-    adapters of parameters wrap the experts' module, that of down_proj the one of gate_up_proj."""
+    """PEFT's name: layers.0.attention.q_proj.lora_A is base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight.
+    Adapters of parameters wrap the experts' module; that of down_proj wraps that of gate_up_proj."""
     layers, number, part, module, matrix = name.split(".")
     if part == "experts":
         module = "experts.base_layer" if module == "gate_up_proj" and set(EXPERTS) <= set(lora.targets) else "experts"
@@ -148,10 +149,10 @@ def import_adapter(source: Path, checkpoints: Location, request: ExportRequest, 
 
 
 def read_adapter(folder: Path, request: ExportRequest, lora: LoraSpec) -> dict[str, torch.Tensor]:
-    """The adapters of a folder that `peft.PeftModel.save_pretrained` wrote, by their names here, in float32 or float64.
-    Of the request only the base model counts: its family, sizes and config.json.
+    """The adapters in a folder written by `peft.PeftModel.save_pretrained`, by pentad's names, in float32 or float64.
+    Only the request's base model is used: its family, sizes and config.json.
 
-    Raises PentadError unless they are plain LoRA of this rank, alpha and targets for a model of these sizes.
+    Raises PentadError unless they are plain LoRA with this rank, alpha and targets for a model of these sizes.
     """
     parameters = _check_config(folder, lora)
     try:
@@ -173,8 +174,8 @@ def read_adapter(folder: Path, request: ExportRequest, lora: LoraSpec) -> dict[s
 
 
 def _check_config(folder: Path, lora: LoraSpec) -> set[str]:
-    """The matrices of experts that adapter_config.json names. Raises PentadError unless it is that of plain LoRA with
-    this rank and alpha."""
+    """The expert matrices that adapter_config.json names. Raises PentadError unless it describes plain LoRA with this
+    rank and alpha."""
     path = folder / CONFIG
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The full tensors of a checkpoint by name; adapters of LoRA are merged into the weights that they belong to."""
+"""The full tensors of a checkpoint by name, with LoRA adapters merged into their weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pentad.workers.params.sharded_state import read_full, stored_dtype
 class StoredTensors:
     """The tensors of one kind: 'model', 'optimizer.m' ...
 
-    Raises PentadError if the checkpoint has adapters, and the weights that they belong to cannot be read, or if their
-    optimizer's state is asked for, which no other tensor has.
+    Raises PentadError if the checkpoint has adapters and their base weights cannot be read, or if the optimizer's state
+    is requested: merged weights have none.
     """
 
     def __init__(self, source: Checkpoint, kind: str, model: ModelSpec) -> None:
@@ -34,7 +34,7 @@ class StoredTensors:
         self.targets = {tensor.name: tensor for tensor in tensors(model)}
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """That in the checkpoint, or None if it has no such tensor."""
+        """The tensor's dtype in the checkpoint; None if there is no such tensor."""
         return stored_dtype(self.base, f"{self.kind}.{name}")
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

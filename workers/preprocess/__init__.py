@@ -1,1 +1,1 @@
-"""Turns text and conversations into a corpus: sources, chat templates, and a build in parallel that can be resumed."""
+"""Turns text and conversations into a corpus: sources, chat templates, and a parallel build that can be resumed."""

@@ -39,16 +39,16 @@ from pentad.workers.preprocess.remote_out import RemoteOut
 from pentad.workers.preprocess.source_files import TABLES, SourceFile, find_files
 
 VOCAB = 2**15
-_LAST_SECONDS = 1.0  # that an interrupted training has to end
+_LAST_SECONDS = 1.0  # for an interrupted training of a tokenizer to end
 
 
 @dataclass(frozen=True)
 class BuildRequest:
     """What to build. Without a `tokenizer`, one of `vocab` tokens (None: VOCAB) is trained on all of the text first.
 
-    `chat`: rows are conversations, rendered with the template in the file `template` or of the tokenizer. `field` names
-    the column; None: text, or that of the conversations. `workers` are processes, None: as many as there are CPUs. An
-    `out` with :// is built below `staging` first.
+    `chat`: rows are conversations, rendered with the template in the file `template` or the tokenizer's own. `field`
+    names the column (None: text, or those of conversations). `workers` is the number of processes (None: one per CPU).
+    An `out` with :// is built below `staging` first.
     """
 
     sources: tuple[str, ...]
@@ -64,7 +64,7 @@ class BuildRequest:
 
 
 class BuildProgress(NamedTuple):
-    """How far a phase is: bytes of the sources done, of the `total` that this call has to do, and characters read."""
+    """The progress of a phase: source bytes done, of the `total` for this call, and characters read."""
 
     phase: str
     bytes: int
@@ -77,11 +77,11 @@ Show = Callable[[BuildProgress], None]
 
 
 def build_corpus(request: BuildRequest, note: Callable[[str], None], progress: Show) -> Corpus:
-    """Builds the corpus and opens it; continues where an earlier call with the same request was ended.
+    """Builds the corpus and opens it; continues where an earlier call with the same request was interrupted.
 
     The same sources and options give the same bytes, whatever the number of workers and interruptions. `note` gets
-    what people should know, `progress` how far it is. Raises PentadError for what is wrong with the request, the
-    sources, or the folder.
+    messages for the user, `progress` the progress. Raises PentadError for faults of the request, the sources, or the
+    folder.
     """
     _check(request)
     files = find_files(request.sources)
@@ -97,7 +97,7 @@ def build_corpus(request: BuildRequest, note: Callable[[str], None], progress: S
 def _build_remote(
     request: BuildRequest, files: Sequence[SourceFile], note: Callable[[str], None], progress: Show
 ) -> Corpus:
-    """Builds in a folder here, which is removed when all of it has been copied."""
+    """Builds in a local folder, which is removed once all of it has been uploaded."""
     key = _sha256((VERSION, files, replace(request, workers=None, staging=Path())))
     remote, local = RemoteOut(folder_at(request.out, "OUT"), key), expanded(request.staging) / key
     remote.claim()
@@ -169,7 +169,7 @@ def _options(request: BuildRequest, path: Path) -> Options:
 
 
 def _train(request: BuildRequest, parts: Sequence[BuildPart], path: Path, report: Callable[[Done], None]) -> None:
-    """Writes the file of a tokenizer trained on all of the text, unless an unfinished build has it already."""
+    """Writes the file of a tokenizer trained on all of the text, unless an unfinished build already has it."""
     if path.exists():
         return
     interrupted = threading.Event()
@@ -182,7 +182,7 @@ def _train(request: BuildRequest, parts: Sequence[BuildPart], path: Path, report
     texts = _texts(parts, text_columns(request.field), reported)
     training = in_daemon(lambda: train_tokenizer(texts, request.vocab or VOCAB))
     try:
-        trained = training.result()  # Rust would see Ctrl-C in this thread only when it is done
+        trained = training.result()  # in this thread, Rust would notice Ctrl-C only at the end
     except KeyboardInterrupt:
         interrupted.set()
         wait([training], _LAST_SECONDS)
@@ -207,7 +207,7 @@ def _build_missing(
     note: Callable[[str], None],
     progress: Show,
 ) -> None:
-    """Builds the parts that an earlier call did not."""
+    """Builds the parts that no earlier call has built."""
     missing = [] if is_finished(out) else [task for task in tasks if not is_built(partial, task.key)]
     if len(missing) < len(tasks):
         note(f"continues an unfinished build: {len(tasks) - len(missing)} of {plural(len(tasks), 'part')} are there")
@@ -217,7 +217,7 @@ def _build_missing(
 
 
 def _reporter(phase: str, parts: Iterable[BuildPart], progress: Show) -> Callable[[Done], None]:
-    """Reports to `progress` how far a phase is."""
+    """A function that takes what was done and reports the progress of a phase to `progress`."""
     total, began, done, characters = sum(part.bytes for part in parts), time.monotonic(), 0, 0
 
     def report(news: Done) -> None:
@@ -229,10 +229,10 @@ def _reporter(phase: str, parts: Iterable[BuildPart], progress: Show) -> Callabl
 
 
 def _sha256(value: object) -> str:
-    """The sha256 of the representation of plain data."""
+    """The first 32 hexadecimal digits of the sha256 of plain data's repr."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:32]
 
 
 def _cpus() -> int:
-    """The CPUs that this process may use, where the system says it."""
+    """The number of CPUs that this process may use or, if the system does not say, that exist."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The folder of a corpus while it is built: what is finished stays there, and a later build continues from it."""
+"""The folder of a corpus under construction: finished parts stay there, and a later build continues from them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ RESUMABLE = "what is built stays in OUT, and the same command continues"
 
 @contextmanager
 def build_folder(out: Path) -> Iterator[Path]:
-    """A folder inside `out` for the parts of a build; no other build can have it meanwhile.
+    """A folder inside `out` for the parts of a build, locked against other builds.
 
-    It stays if the block fails after a part is complete; otherwise all is left as it was. Raises PentadError for an
-    `out` that holds something else, that another build is writing, and for every OSError."""
+    If the block fails, the folder stays if a part is complete; otherwise everything is left as it was. Raises
+    PentadError if `out` holds something else or another build is writing it, and for every OSError."""
     created = [folder for folder in (out, *out.parents) if not os.path.lexists(folder)]
     try:
         with _locked(out):
@@ -84,12 +84,12 @@ def _occupied(out: Path) -> PentadError:
 
 
 def keep_only(out: Path, partial: Path, build: str, names: set[str]) -> None:
-    """Removes what an earlier build left that is of no use to the build of this name, which needs these entries.
+    """Removes what an earlier build left and the build of this name, which needs the entries `names`, cannot use.
 
-    Raises PentadError if that build was another one and has finished.
+    Raises PentadError if the earlier build was a different one and has finished.
     """
     record = partial / _FINISHING
-    if record.exists() and record.read_text() != build:  # it had begun to move its shards
+    if record.exists() and record.read_text() != build:  # the earlier build had begun to move its shards
         if is_finished(out):
             shutil.rmtree(partial)
             raise _occupied(out)
@@ -105,12 +105,12 @@ def keep_only(out: Path, partial: Path, build: str, names: set[str]) -> None:
 
 
 def is_finished(out: Path) -> bool:
-    """Whether only leftovers of the build remain to be removed."""
+    """Whether the corpus is finished, although leftovers of the build may remain to be removed."""
     return (out / INDEX_FILE).exists()
 
 
 def is_complete(out: Path) -> bool:
-    """Whether nothing of the build remains to be done."""
+    """Whether the corpus is finished and all leftovers of the build are removed."""
     return is_finished(out) and not (out / _PARTIAL).exists()
 
 
@@ -121,7 +121,7 @@ def is_built(partial: Path, key: str) -> bool:
 def finish(out: Path, partial: Path, build: str, keys: Sequence[str], options: Options) -> Origin:
     """Moves the shards of all parts to `out` in order, and writes the index last.
 
-    Can be killed at any moment and called again. Raises PentadError if there is no text.
+    May be killed at any moment and called again. Raises PentadError if there is no text.
     """
     if not is_finished(out):
         parts = [_index(partial / key) for key in keys]

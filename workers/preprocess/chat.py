@@ -1,4 +1,4 @@
-"""Conversations: rows of three forms to messages, and messages to tokens with a loss mask."""
+"""Conversations: turns rows of three forms into messages, and messages into tokens with a loss mask."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from pentad.workers.preprocess.chat_template import ChatTemplate, Message, Rende
 from pentad.workers.preprocess.readers import Columns, SourceRow
 
 _AT_ONCE = 64  # conversations
-# What `from` says in rows of `conversations`, and the role it means.
+# Values of `from` in rows of `conversations`, and the roles that they mean.
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
     "system": "system",
 }
-# Keys that hold what a message says.
+# Keys with the content of a message.
 _SAID = {"content", "tool_calls", "function_call", "reasoning_content", "thinking"}
 
 
 class Conversation(NamedTuple):
-    """The assistant's turns from message `first` on are trained. `tools` is what the template gets under that name."""
+    """A conversation; the assistant's turns from message `first` on are trained. The template gets `tools` by that
+    name."""
 
     messages: list[Message]
     tools: Any
@@ -37,13 +38,13 @@ class Conversation(NamedTuple):
 
 
 def chat_columns(field: str | None) -> Columns:
-    """The columns that rows of conversations have: `field`, or those of one of the three forms."""
+    """The columns of rows with conversations: `field`, or those of one of the three forms."""
     forms = (("messages",), ("conversations",), ("prompt", "completion"))
     return Columns(((field,),) if field else forms, ("tools",))
 
 
 def conversation(row: SourceRow) -> Conversation | None:
-    """The conversation of a row of `chat_columns`, None if it is null or empty. Raises PentadError, with the position.
+    """The conversation in a row of `chat_columns`; None if it is null or empty. Raises PentadError with the position.
 
     A row has a list of {role, content} or {from, value}, or a prompt and a completion, each a text or such a list.
     """
@@ -63,7 +64,7 @@ _SIDES = (("prompt", "user"), ("completion", "assistant"))
 
 
 def _messages(turns: Any, role: str | None, where: Callable[[], str]) -> list[Message]:
-    """The messages of a list of turns, or of one text that `role` says."""
+    """The messages of a list of turns, or of a single text said by `role`."""
     if turns is None:
         return []
     if isinstance(turns, str) and role:
@@ -77,7 +78,7 @@ def _messages(turns: Any, role: str | None, where: Callable[[], str]) -> list[Me
 def _message(turn: Any, number: int, where: Callable[[], str]) -> Message:
     given = {key for key in turn if turn[key] is not None} if isinstance(turn, dict) else set()
     if given & _SAID and isinstance(turn.get("role"), str):
-        # Arrow stores what a message lacks as null; templates ask whether it is there.
+        # Arrow stores keys that a message lacks as null, but templates test whether they exist.
         return {key: _without_nulls(value) for key, value in turn.items() if value is not None or key == "content"}
     if "from" in given and isinstance(turn.get("value"), str):
         if turn["from"] not in _ROLES:
@@ -108,16 +109,16 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.template, self.dtype = template, token_dtype(vocab_size(tokenizer))
-        # With a post-processor, a token's place in the text would leave out the space it begins with.
+        # With a post-processor, a token's offsets would leave out its leading space.
         content = json.loads(tokenizer.to_str())
         self.tokenizer = Tokenizer.from_str(json.dumps(content | {"post_processor": None}))
 
     def documents(
         self, rows: Iterable[SourceRow], skipped: dict[str, int], report: Callable[[int], None]
     ) -> Iterator[Document]:
-        """One document a conversation, exactly what the template renders.
+        """One document per conversation, exactly as the template renders it.
 
-        Counts in `skipped` what is left out, and tells `report` how many characters were encoded since it last did.
+        Counts in `skipped` what is left out, and passes to `report` the characters encoded since its last call.
         """
         texts = self._rendered(rows, skipped)
         while group := list(islice(texts, _AT_ONCE)):
@@ -143,7 +144,8 @@ class ChatEncoder:
 
 
 def loss_mask(places: np.ndarray, trained: Iterable[tuple[int, int]]) -> np.ndarray:
-    """[T] uint8: 1 for each token with a character in one of the `trained` spans. `places` [T, 2] are (start, end)."""
+    """[T] uint8: 1 for each token with a character in one of the `trained` spans. `places` [T, 2] are the tokens'
+    (start, end) in characters."""
     mask = np.zeros(len(places), np.uint8)
     for start, end in trained:
         mask |= (places[:, 0] < end) & (places[:, 1] > start)

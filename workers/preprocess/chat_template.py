@@ -1,4 +1,4 @@
-"""Renders conversations with a tokenizer's chat template, and finds the text that a model is trained to write."""
+"""Renders conversations with a tokenizer's chat template, and finds the text that a model is trained to generate."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pentad.schedules.ir.errors import PentadError
 
-# Unicode noncharacters, which no text holds: they mark in a rendered text what {% generation %} encloses.
+# Unicode noncharacters, which no text contains: in a rendered text they mark what {% generation %} encloses.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 Message = dict[str, Any]
-# What an expression of a template raises.
+# What an expression in a template may raise.
 _OF_EXPRESSIONS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the parts of it, (start, end) in characters, that are trained."""
+    """A conversation as text, and its trained parts as (start, end) in characters."""
 
     text: str
     trained: tuple[tuple[int, int], ...]
@@ -34,8 +34,8 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`text` is a Jinja template as transformers takes it; `tokens` are what it calls bos_token, eos_token, and so on;
-    `special` are all the special tokens of the tokenizer. `name` is for errors."""
+    """A chat template. `text` is a Jinja template as in transformers; `tokens` are the values of bos_token, eos_token
+    and so on; `special` are all special tokens of the tokenizer; `name` is used in errors."""
 
     name: str = field(repr=False)
     text: str
@@ -43,9 +43,9 @@ class ChatTemplate:
     special: tuple[str, ...] = ()
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False) -> str:
-        """The conversation as text; with `prompt`, also how the template begins the assistant's next turn.
+        """The conversation as text; with `prompt`, followed by the beginning of the assistant's next turn.
 
-        Raises PentadError for what the template refuses.
+        Raises PentadError if the template refuses the conversation.
         """
         return self._render(self._compiled, messages, tools, prompt)
 
@@ -79,26 +79,26 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         try:
             return environment.from_string(self.text)
-        except (TemplateError, RecursionError, ValueError) as error:  # also what Python refuses of its code
+        except (TemplateError, RecursionError, ValueError) as error:  # including errors of compiling its Python code
             raise PentadError(f"{self.name} is not a Jinja template ({error}): expected a chat template") from None
 
     @cached_property
     def marks_generation(self) -> bool:
-        """Whether the template says by {% generation %} what is trained."""
+        """Whether the template marks what is trained with {% generation %}."""
         return re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", self.text) is not None
 
     @cached_property
     def _turn_end(self) -> re.Pattern[str] | None:
-        """The last special token of a turn; space after it belongs to the template, not to the turn."""
+        """A pattern for the last special token of a turn; whitespace after it belongs to the template, not the turn."""
         names = {*self.special, self.tokens.get("eos_token", "")} - {""}
         return re.compile(f"(?:{'|'.join(map(re.escape, sorted(names)))})(\\s*)\\Z") if names else None
 
     def trained_text(self, messages: Sequence[Message], tools: Any, first: int) -> Rendered:
-        """The conversation as text, with the turns of the assistant from message `first` on to be trained.
+        """The conversation as text, with the assistant's turns from message `first` on to be trained.
 
-        Where the template marks generations, those are trained. Otherwise a turn goes from where the template asks for
-        it to the special token that ends it; a turn that opens the conversation answers nothing and is not trained.
-        Raises PentadError for a template that rewrites earlier turns."""
+        If the template marks generations, those are trained. Otherwise a turn extends from the end of the template's
+        generation prompt to the special token that ends it; a turn that opens the conversation answers nothing and is
+        not trained. Raises PentadError for a template that rewrites earlier turns."""
         if self.marks_generation:
             return self._marked(messages, tools, first)
         text = self.render(messages, tools)
@@ -124,7 +124,7 @@ class ChatTemplate:
 
 
 def _split(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """A text without its marks, and the spans between them."""
+    """A text without its marks, and the spans that they enclosed."""
     text, spans = "", list[tuple[int, int]]()
     for number, piece in enumerate(re.split(f"[{_OPEN}{_CLOSE}]", marked)):
         if number % 2:
@@ -134,7 +134,7 @@ def _split(marked: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 class _Generation(Extension):
-    """{% generation %}, by which a template tells what the assistant writes (transformers: AssistantTracker)."""
+    """{% generation %}, with which a template marks what the assistant writes (transformers: AssistantTracker)."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -153,7 +153,7 @@ class _MarkedGeneration(_Generation):
 
 
 def special_tokens(tokenizer: Path) -> dict[str, str]:
-    """bos_token, eos_token and so on, as the configuration files of the tokenizer name them."""
+    """The values of bos_token, eos_token and so on in the tokenizer's configuration files."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     named = {**_json_file(folder / "special_tokens_map.json"), **_json_file(folder / "tokenizer_config.json")}
     found = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
@@ -161,7 +161,7 @@ def special_tokens(tokenizer: Path) -> dict[str, str]:
 
 
 def read_chat_template(tokenizer: Path, file: Path | None) -> tuple[str, str]:
-    """The template in `file` or in the folder of `tokenizer`: its name for errors, and its text.
+    """The template in `file`, or else in the folder of `tokenizer`: its name for errors, and its text.
 
     Raises PentadError if there is none.
     """
@@ -171,7 +171,7 @@ def read_chat_template(tokenizer: Path, file: Path | None) -> tuple[str, str]:
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     stored = folder / "chat_template.jinja"
     found = _text(stored) if stored.is_file() else _json_file(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several templates with names
         named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
         found = named[-1].get("template") if named else None
     if not isinstance(found, str):
@@ -201,7 +201,7 @@ def _text(file: Path, name: str = "") -> str:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON without Jinja's escapes for HTML, as templates expect it."""
+    """JSON without Jinja's HTML escapes, as templates expect it."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

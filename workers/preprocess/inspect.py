@@ -15,15 +15,15 @@ from pentad.workers.data.corpus import Corpus, open_corpus, read_index
 from pentad.workers.data.storage import folder_at
 from pentad.workers.data.tokenizer import decode, parse_tokenizer
 
-_SEARCHED = 2**20  # tokens after a place, in which a document starts
+_SEARCHED = 2**20  # tokens searched for a document start, and read at a time
 _SHARD_FACTS = ("file", "tokens", "documents", "bytes", "checksums", "has_loss_mask")
 
 
 def inspect_corpus(path: str | Path, samples: int, length: int) -> dict[str, Any]:
     """Verifies the corpus at `path` and describes it as plain data.
 
-    Shows up to `length` tokens of up to `samples` documents, evenly spread, as segments of text that are trained or
-    not. Raises PentadError for a corpus that is missing or damaged.
+    Includes up to `length` tokens of up to `samples` documents, evenly spread, as text segments that are either trained
+    or not. Raises PentadError for a corpus that is missing or damaged.
     """
     corpus = open_corpus(path, verify=True, argument="PATH")
     index = read_index(path, "PATH")
@@ -46,9 +46,9 @@ def inspect_corpus(path: str | Path, samples: int, length: int) -> dict[str, Any
 
 
 def length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
-    """A histogram of documents' `lengths` in tokens [documents] int64: how many have `shortest` to `longest` tokens,
-    and how many tokens these hold. Each bin ends where a power of two does; the first and last ones have documents."""
-    last = np.maximum(np.ceil(np.log2(np.maximum(lengths, 1))), 0).astype(np.int64)  # 2^last is the longest of its bin
+    """A histogram of document `lengths` in tokens, [documents] int64: how many documents have `shortest` to `longest`
+    tokens, and how many tokens they have. `longest` is a power of two; the first and last bins are not empty."""
+    last = np.maximum(np.ceil(np.log2(np.maximum(lengths, 1))), 0).astype(np.int64)  # a bin's longest is 2^last
     documents, tokens = np.bincount(last), np.bincount(last, lengths).astype(np.int64)
     return [
         {
@@ -62,7 +62,7 @@ def length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def _document_start(corpus: Corpus, place: int) -> list[int]:
-    """Where the first document starts that does so at or soon after `place`; none if none does."""
+    """The first position at or soon after `place` at which a document starts; [] if there is none."""
     found = corpus.boundaries(place, min(_SEARCHED, corpus.tokens - place))
     return [place + int(start) for start in found[:1]]
 

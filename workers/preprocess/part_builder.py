@@ -27,10 +27,10 @@ _REPORTED = 2**22  # characters
 
 @dataclass(frozen=True)
 class Options:
-    """All that decides on the content of a corpus besides its sources.
+    """Everything that determines the content of a corpus besides its sources.
 
-    `tokenizer` is the text of a tokenizer.json. Either `end` is the id that ends a document, or with a `template` the
-    rows are conversations. `field` names the column; None: text, or those that conversations have.
+    `tokenizer` is the text of a tokenizer.json. Either `end` is the id that ends a document, or there is a `template`
+    and the rows are conversations. `field` names the column (None: text, or those of conversations).
     """
 
     tokenizer: str
@@ -45,7 +45,8 @@ class Options:
 
 
 class PartBuilder:
-    """Builds parts below the folder `partial` of the corpus `out`; one object for many parts keeps what it learned."""
+    """Builds parts below the folder `partial` of the corpus `out`. One object for many parts sets up its encoder only
+    once."""
 
     def __init__(self, out: Path, partial: Path, options: Options, note: Callable[[str], None]) -> None:
         self.out, self.partial, self.options = out, partial, options
@@ -56,9 +57,10 @@ class PartBuilder:
         self.text = None if options.end is None else Encoder(tokenizer, options.end, note)
 
     def build(self, part: BuildPart, key: str, report: Callable[[int], None]) -> None:
-        """Writes the folder `key`, complete or not at all; calls `report` with the characters read since its last call.
+        """Writes the folder `key`, completely or not at all; calls `report` with the characters read since its last
+        call.
 
-        Raises PentadError for what is wrong with a source, and for a folder that cannot be written.
+        Raises PentadError for a faulty source, and for a folder that cannot be written.
         """
         folder = self.partial / f"{key}.{secrets.token_hex(4)}"
         try:
@@ -68,7 +70,7 @@ class PartBuilder:
             sync_folder(folder)
             os.rename(folder, self.partial / key)
             sync_folder(self.partial)
-        except OSError as error:  # those of reading are PentadErrors
+        except OSError as error:  # from writing: errors of reading are PentadErrors
             raise cannot_write(self.out, error) from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -103,7 +105,7 @@ def text_columns(field: str | None) -> Columns:
 
 
 def text_chunks(spans: Iterable[FileSpan], columns: Columns, skipped: dict[str, int]) -> Iterator[TextChunk]:
-    """The documents: one a text file, or one a row. Counts rows that are null or empty in `skipped`."""
+    """The documents: one per text file, or one per row. Counts rows that are null or empty in `skipped`."""
     for span in spans:
         if span.file.format == ".txt":
             yield from _chunks(read_text(span.file))
@@ -120,7 +122,7 @@ def text_chunks(spans: Iterable[FileSpan], columns: Columns, skipped: dict[str, 
 
 
 def _chunks(blocks: Iterable[str]) -> Iterator[TextChunk]:
-    """One document; none if it is empty."""
+    """The chunks of one document; none if it is empty."""
     pending = ""
     for block in blocks:
         if block:

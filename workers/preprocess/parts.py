@@ -1,4 +1,4 @@
-"""Cuts the sources into parts that are built one by one, whichever process builds which, and resumed."""
+"""Cuts the sources into parts, which any process can build independently, so that a build can be resumed."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from dataclasses import astuple, dataclass
 from pentad.workers.preprocess.readers import FileSpan, parquet_groups
 from pentad.workers.preprocess.source_files import SourceFile
 
-_SMALLEST, _LARGEST, _ABOUT = 2**23, 2**28, 64  # bytes of a part, and parts of a corpus between these sizes
+_SMALLEST, _LARGEST, _ABOUT = 2**23, 2**28, 64  # limits of a part in bytes; target number of parts between them
 
 
 @dataclass(frozen=True)
 class BuildPart:
-    """Spans of the sources that follow one another; `bytes` are those of their files."""
+    """Consecutive spans of the sources; `bytes` is their total size in the files."""
 
     spans: tuple[FileSpan, ...]
     bytes: int
 
     def key(self, options: str) -> str:
-        """What this part, built with these `options`, is called while the build is unfinished.
+        """The name of this part, built with these `options`, while the build is unfinished.
 
-        It changes with the size and the time of every file in it.
+        It changes with the size and the modification time of every file in the part.
         """
         text = json.dumps([options, [astuple(span) for span in self.spans]])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def cut(files: Iterable[SourceFile]) -> tuple[BuildPart, ...]:
-    """Parts in the order of the files, which depend on the files alone: neither on options nor on processes.
+    """The parts in the order of the files. They depend only on the files, not on options or the number of processes.
 
     Large JSONL and Parquet files become several parts; files of other formats are never split.
     """
@@ -47,12 +47,12 @@ def cut(files: Iterable[SourceFile]) -> tuple[BuildPart, ...]:
 
 
 def _power_of_two(size: int) -> int:
-    """At least `size`; so that a small change of a source leaves most parts as they are."""
+    """The next power of two from `size` on; with it a small change of a source leaves most parts as they are."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def _spans(file: SourceFile, size: int) -> Iterator[tuple[FileSpan, int]]:
-    """The spans of one file and their bytes, about `size` each."""
+    """The spans of one file and their sizes, about `size` bytes each."""
     if file.size <= size or file.codec or file.format not in (".jsonl", ".parquet"):
         yield FileSpan(file), file.size
     elif file.format == ".jsonl":

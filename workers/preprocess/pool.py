@@ -1,4 +1,4 @@
-"""Builds parts in several processes; which process builds which part changes nothing about the corpus."""
+"""Builds parts in several processes; the corpus does not depend on which process builds which part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Task(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What was read since the last report: `characters`, and the part that is now complete."""
+    """What was done since the last report: `characters` read, and the part that is now complete, if any."""
 
     characters: int
     part: BuildPart | None = None
@@ -43,8 +43,8 @@ def build_parts(
     report: Callable[[Done], None],
     note: Note,
 ) -> None:
-    """Builds all `tasks`, in this process if one is enough. Tells `note` each line once, however many processes say it.
-    Raises the first PentadError of any."""
+    """Builds all `tasks`, in this process if one is enough. Passes each line to `note` once, however many processes
+    send it. Raises the first PentadError of any process."""
     note = cache(note)
     if min(workers, len(tasks)) > 1:
         with _started(min(workers, len(tasks)), out, partial, options) as processes:
@@ -81,14 +81,14 @@ def _hand_out(
             if answer.part:
                 busy.discard(connection)
                 if following := next(tasks, None):
-                    with suppress(ConnectionError):  # it has just died: so says the next answer
+                    with suppress(ConnectionError):  # it has just died, which the next recv reports
                         connection.send(following)
                     busy.add(connection)
 
 
 @contextmanager
 def _started(count: int, out: Path, partial: Path, options: Options) -> Iterator[dict[Connection, BaseProcess]]:
-    """Processes that wait for tasks, and end with the block."""
+    """Processes that wait for tasks; they end with the block."""
     context = multiprocessing.get_context("spawn")  # Arrow's and the tokenizer's threads do not survive a fork
     processes: dict[Connection, BaseProcess] = {}
     try:
@@ -107,7 +107,7 @@ def _started(count: int, out: Path, partial: Path, options: Options) -> Iterator
 
 
 def _work(connection: Connection, out: Path, partial: Path, options: Options) -> None:
-    """One process: builds what it is sent until it is ended. It ends as well when its parent was killed."""
+    """The main function of a process: builds the tasks that it is sent until it is terminated or its parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1", "RAYON_NUM_THREADS": "1"}

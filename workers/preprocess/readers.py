@@ -20,14 +20,14 @@ from pentad.workers.preprocess.source_files import SourceFile, readable
 
 _BLOCK = 2**20  # bytes
 _ROWS = 256
-_LONGEST_VALUE = 2**31 - 1  # characters of a value in CSV; a document may be long
+_LONGEST_VALUE = 2**31 - 1  # characters of a CSV value, which may be a long document
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
 class FileSpan:
-    """The part of a file that is read together: the lines that start in these bytes of JSONL, these row groups of
-    Parquet; of other formats the whole file. `stop` None: to the end."""
+    """A part of a file: of JSONL the lines that start in a range of bytes, of Parquet a range of row groups, of other
+    formats the whole file. `stop` None: to the end."""
 
     file: SourceFile
     start: int = 0
@@ -36,9 +36,10 @@ class FileSpan:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns a row needs, all of the first of the `alternatives` that it has, and which it may have as well.
+    """The columns to read from a row: those of the first of the `alternatives` that it has completely, and those
+    `optional` ones that it has.
 
-    `hint` says what to do for a row that has other ones.
+    `hint` tells the user what to do if it has none of the alternatives.
     """
 
     alternatives: tuple[tuple[str, ...], ...]
@@ -46,7 +47,8 @@ class Columns:
     hint: str = ""
 
     def of(self, names: Iterable[str], where: Callable[[], str], kind: str) -> list[str]:
-        """The columns to read. Raises PentadError, which lists the `kind`, columns or fields, that `where` has."""
+        """The columns to read out of `names`. Raises PentadError, which lists the names; `kind` is 'columns' or
+        'fields'."""
         names = list(names)
         for needed in self.alternatives:
             if all(name in names for name in needed):
@@ -58,14 +60,14 @@ class Columns:
 
 
 class SourceRow(NamedTuple):
-    """Values by column; `where` gives the position for an error."""
+    """Values by column; `where` returns the position for an error."""
 
     values: dict[str, Any]
     where: Callable[[], str]
 
 
 def read_text(file: SourceFile) -> Iterator[str]:
-    """A text file in blocks. Raises PentadError for bytes that are not UTF-8, and what cannot be read."""
+    """A text file in blocks. Raises PentadError for a file that cannot be read or is not UTF-8."""
     with readable(file.uri), file.open() as source:
         offset = 0
         blocks = iter(partial(source.read, _BLOCK), b"")
@@ -83,7 +85,7 @@ def read_text(file: SourceFile) -> Iterator[str]:
 
 
 def read_rows(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
-    """The rows of a JSONL, CSV, Parquet or Arrow file. Raises PentadError for everything that is wrong with it."""
+    """The rows of a span of a JSONL, CSV, Parquet or Arrow file. Raises PentadError for any fault of the file."""
     read = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}[span.file.format]
     with readable(span.file.uri):
         yield from read(span, columns)
@@ -92,7 +94,7 @@ def read_rows(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
 def _jsonl(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     with span.file.open() as raw, io.BufferedReader(raw, _BLOCK) as source:
         offset = span.start
-        if offset:  # the line that this byte is in starts before the span, unless the byte before it ends a line
+        if offset:  # skip a line that started before the span; reading begins one byte earlier to detect a line's end
             source.seek(offset - 1)
             offset += len(source.readline()) - 1
         while (span.stop is None or offset < span.stop) and (line := source.readline()):
@@ -121,7 +123,7 @@ def _json_row(line: bytes, columns: Columns, where: Callable[[], str], offset: i
 
 
 def _line_name(file: SourceFile, offset: int) -> str:
-    """'FILE line N'; counted only for an error."""
+    """'FILE line N' for a byte offset; called only for errors, as it counts the lines."""
     lines, left = 1, offset
     with readable(file.uri), file.open() as source:
         while left and (block := source.read(min(left, _BLOCK))):
@@ -169,7 +171,7 @@ def _parquet(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
             chosen = columns.of(table.schema_arrow.names, lambda: name, "columns")
             batches = table.iter_batches(_ROWS, row_groups=list(groups), columns=chosen)
             yield from _table_rows(batches, name, first)
-    except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter of names of columns
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError for column names
         raise PentadError(f"{name} cannot be read ({error}): expected a Parquet file") from None
 
 
@@ -198,18 +200,19 @@ def _arrow(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
 
 
 def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Checks offsets before anything is read at them. Text that is not UTF-8 is left to whoever decodes it."""
+    """The batch, after checking its offsets, so that nothing is read out of bounds. Text that is not UTF-8 is reported
+    when it is decoded."""
     for column in batch.columns:
         try:
             column.validate(full=True)
-        except pa.ArrowInvalid as error:  # of a string column its offsets were intact, then
+        except pa.ArrowInvalid as error:  # an error about UTF-8 means that the offsets of a string column are intact
             if column.type not in (pa.string(), pa.large_string()) or "UTF8" not in str(error):
                 raise
     return batch
 
 
 def _ipc_batches(source: pa.NativeFile, seekable: bool) -> Iterator[Any]:
-    """The schema, then the record batches, of the file format or, as `datasets` writes, of the stream format."""
+    """The schema, then the record batches, of Arrow's file format or its stream format, which `datasets` writes."""
     if seekable:
         magic = source.read(6)
         source.seek(0)

@@ -1,7 +1,7 @@
-"""A corpus for a remote folder is built here and then copied there, its index last.
+"""Uploads a corpus that was built locally to a remote folder, its index last.
 
-An object store can neither rename nor lock, so a claim, a file in the folder, says which build may write it. The same
-build has the same bytes, so a file that is there with its size need not be copied again.
+An object store can neither rename nor lock, so a claim, which is a file in the folder, says which build may write
+there. The same build gives the same bytes, so a file of the right size need not be copied again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _AT_ONCE = 4  # files
 
 @dataclass(frozen=True)
 class RemoteOut:
-    """The remote `folder` of a corpus, for the build called `key`. All of it raises PentadError."""
+    """The remote `folder` of a corpus, for the build called `key`. Methods raise PentadError."""
 
     folder: Folder
     key: str
 
     def claim(self) -> None:
-        """Reserves the folder, and removes what another build left unfinished there."""
+        """Claims the folder, and removes what another build left there unfinished. Raises PentadError if it holds
+        something else."""
         with self._writing():
             found = self._sizes()
             if INDEX_FILE in found or (found and _CLAIM not in found):
@@ -45,8 +46,7 @@ class RemoteOut:
             self._write(_CLAIM, self.key.encode())
 
     def upload(self, corpus: Path, report: Callable[[int, int], None]) -> None:
-        """Copies the corpus in the folder `corpus`; tells `report` the bytes that are there, and how many there will
-        be."""
+        """Uploads the corpus in the local folder `corpus`; calls `report` with the bytes uploaded so far and in all."""
         content = {file.name: file.stat().st_size for file in sorted(corpus.iterdir()) if file.name != INDEX_FILE}
         total = sum(content.values())
         with self._writing():

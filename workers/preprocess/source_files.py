@@ -1,4 +1,4 @@
-"""The files that SOURCE means: named ones, those that match a pattern, those in a folder; local or remote."""
+"""The files meant by SOURCE: named ones, those that match a pattern, or those in a folder; local or remote."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class SourceFile:
 
     @property
     def format(self) -> str:
-        """One of TABLES, or .txt, even for the endings that only files named by the user have."""
+        """One of TABLES, or .txt for all other endings."""
         suffix = _suffix(_without_query(self.uri)[0])
         return suffix if suffix in TABLES else ".txt"
 
     def open(self) -> pa.NativeFile:
-        """The bytes of the file, decompressed; only without a codec can it seek. Raises OSError."""
+        """Opens the file, decompressed; seekable only without a codec. Raises OSError."""
         system, path = _located(self.uri)
         raw = system.open_input_file(path)
         return pa.CompressedInputStream(raw, self.codec) if self.codec else raw
 
     def require_unchanged(self) -> None:
-        """Raises PentadError if the file is not as it was found."""
+        """Raises PentadError if the file has changed since it was found."""
         with readable(self.uri):
             system, path = _located(self.uri)
             found = _source_file(self.uri, system.get_file_info(path))
@@ -66,16 +66,16 @@ def readable(name: str) -> Iterator[None]:
 
 
 def reason(error: OSError) -> str:
-    """What the system says, without the names that pyarrow adds."""
+    """The reason that the system gives, without the details that pyarrow adds."""
     return os.strerror(error.errno) if error.errno else str(error).partition(". Detail:")[0]
 
 
 def find_files(sources: Iterable[str]) -> tuple[SourceFile, ...]:
-    """The files of all `sources`, in their order and by path within each; every file once.
+    """The files of all `sources`, in their order and sorted by path within each; every file once.
 
-    A source is a file, a pattern with *, **, ? or [abc] (in URIs * and **), or a folder: of its files those in a known
-    format, no hidden ones. A folder that `datasets` saved gives the files of its state.json. Raises PentadError for a
-    source without files.
+    A source is a file, a pattern with *, **, ? or [abc] (in URIs only * and **), or a folder, of which all files in a
+    known format are taken, except hidden ones. From a folder saved by `datasets`, the files in its state.json are
+    taken. Raises PentadError for a source without files.
     """
     return tuple(dict.fromkeys(file for source in sources for file in _files_of(source)))
 
@@ -108,7 +108,7 @@ def _in_folder(system: fs.FileSystem, path: str, source: str) -> list[fs.FileInf
         if relative.name == "dataset_dict.json":
             splits = ", ".join(json.loads(_content(system, name))["splits"])
             raise PentadError(f"SOURCE is '{source}', which holds the splits {splits}: expected the folder of one")
-    listed = {  # by folder: the files of a data set, without those of its cache
+    listed = {  # by folder: the files of a data set, without its cache files
         str(PurePosixPath(name).parent): {
             data["filename"] for data in json.loads(_content(system, name))["_data_files"]
         }
@@ -131,19 +131,19 @@ def _codec(name: str) -> str | None:
 
 
 def _suffix(name: str) -> str:
-    """The ending in lower case, that of the content of a compressed file."""
+    """The ending in lower case; of a compressed file, the one before the codec's."""
     path = PurePosixPath(name)
     return (path.with_suffix("") if _codec(name) else path).suffix.lower()
 
 
 def _without_query(uri: str) -> tuple[str, str]:
-    """A name, and the options of the file system that follow it in a URI."""
+    """A name, and the file system's options that follow it in a URI."""
     name, mark, query = uri.partition("?") if "://" in uri else (uri, "", "")
     return name, mark + query
 
 
 def _matching(system: fs.FileSystem, pattern: str) -> list[fs.FileInfo]:
-    """The files that a pattern matches; ** stands for any number of folders, and a wildcard for no leading dot."""
+    """The files that match a pattern; ** stands for any number of folders, and wildcards match no leading dot."""
     parts = PurePosixPath(pattern).parts
     parts = (*parts, "*") if parts[-1] == "**" else parts
     first = next(number for number, part in enumerate(parts) if _WILD.search(part))
@@ -158,7 +158,7 @@ def _matching(system: fs.FileSystem, pattern: str) -> list[fs.FileInfo]:
 
 
 def _expression(part: str) -> str:
-    """The regular expression of one part of a pattern and the slash after it."""
+    """The regular expression for one part of a pattern and the slash after it."""
     if part == "**":
         return r"(?:[^./][^/]*/)*"
     pieces = {"*": "[^/]*", "?": "[^/]"}
@@ -168,7 +168,7 @@ def _expression(part: str) -> str:
 
 
 def _class(token: str) -> str:
-    """A set of characters of a pattern, or one character, as a regular expression."""
+    """A character set or a single character of a pattern, as a regular expression."""
     if len(token) == 1:
         return re.escape(token)
     inner = token[1:-1].replace("\\", r"\\").replace("[", r"\[")
@@ -190,7 +190,7 @@ def _content(system: fs.FileSystem, path: str) -> bytes:
 
 @contextmanager
 def _named(source: str) -> Iterator[None]:
-    """Turns whatever a file system answers into a PentadError that names the source."""
+    """Turns a file system's errors into a PentadError that names the source."""
     try:
         yield
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:

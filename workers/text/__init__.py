@@ -1,1 +1,1 @@
-"""Where text may be cut without a change of its tokens."""
+"""Finds where text can be cut without changing its tokens."""

@@ -1,10 +1,10 @@
-"""Cuts text so that a tokenizer that splits digits off may be replaced by one that does not, which is much faster.
+"""Cuts text so that a pre-tokenizer that splits off digits can be replaced by one that does not, which is much faster.
 
-The former (SmolLM2's, StarCoder 2's) splits each digit off, and then words by GPT-2's expression. That expression alone
-makes words of several digits, or of a space and digits; if no token has a digit and something else, it gives the same
-tokens. It differs in two cases: of several spaces before a digit it puts the last one with the digit, and digits that
-are not ASCII are several bytes. A cut before or after a digit changes nothing, as the former splits there anyway; with
-cuts in these two cases both give the same tokens.
+The former (SmolLM2's, StarCoder 2's) splits off each digit, and then splits words by GPT-2's expression. By itself that
+expression makes words of several digits, or of a space and digits. If no token combines a digit with anything else, the
+tokens are still the same, except in two cases: of several spaces before a digit it puts the last one into the digit's
+word, and digits that are not ASCII have several bytes. Cutting before or after a digit changes nothing for the former,
+which splits there anyway; with cuts in these two cases both give the same tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NEW_DIGITS = ((0x10D40, 0x10D4A), (0x116D0, 0x116E4), (0x11BF0, 0x11BFA), (0x11
 
 
 def without_digits_step(content: dict[str, Any]) -> dict[str, Any] | None:
-    """The pre-tokenizer that may encode pieces of `cut_at_digits`; None if this tokenizer.json needs its own."""
+    """The faster pre-tokenizer for pieces from `cut_at_digits`; None if this tokenizer.json needs its own."""
     pre_tokenizer = content["pre_tokenizer"]
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer and pre_tokenizer["type"] == "Sequence" else []
     if content["normalizer"] is not None or [step["type"] for step in steps] != ["Digits", "ByteLevel"]:
@@ -33,14 +33,14 @@ def without_digits_step(content: dict[str, Any]) -> dict[str, Any] | None:
     digits, byte_level = steps
     if not digits["individual_digits"] or not byte_level["use_regex"] or byte_level["add_prefix_space"]:
         return None
-    fused = "".join(token for token in content["model"]["vocab"] if len(token) > 1)  # letters stand for bytes in it
+    fused = "".join(token for token in content["model"]["vocab"] if len(token) > 1)  # in which letters stand for bytes
     added = "".join(token["content"] for token in content["added_tokens"] if not token["special"])
     has_digits = any(map(fused.__contains__, "0123456789")) or any(map(str.isnumeric, added))
     return None if has_digits else byte_level
 
 
 def cut_at_digits(texts: list[str]) -> tuple[list[str], list[int]]:
-    """The pieces of all texts in their order, and how many there are before each text and in all."""
+    """The pieces of all texts in order, and how many come before each text and in total."""
     joined = "".join(texts)
     bounds = np.cumsum([0, *map(len, texts)])
     places = np.unique(np.concatenate([*_cuts(joined), bounds]))
@@ -49,7 +49,7 @@ def cut_at_digits(texts: list[str]) -> tuple[list[str], list[int]]:
 
 
 def _cuts(text: str) -> Iterator[np.ndarray]:
-    """Where the text has to be cut; some further places before digits do no harm."""
+    """The places at which the text must be cut, and possibly more before digits, which do no harm."""
     is_ascii = text.isascii()
     codes = np.frombuffer(text.encode("ascii"), "u1") if is_ascii else np.frombuffer(text.encode("utf-32-le"), "<u4")
     is_digit, is_space = codes - codes.dtype.type(ord("0")) < 10, codes <= ord(" ")
@@ -65,9 +65,9 @@ def _cuts(text: str) -> Iterator[np.ndarray]:
 
 @cache
 def _wide_kinds() -> np.ndarray:
-    """What each character outside of ASCII is, by its code; 0: anything else."""
+    """[0x110000] uint8: the kind of each non-ASCII character by its code, _SPACE, _DIGIT or 0 for others."""
     kinds = np.zeros(0x110000, np.uint8)
-    for code in range(0x80, 0x20000):  # beyond are ideographs, which are letters
+    for code in range(0x80, 0x20000):  # higher codes are ideographs, which are letters
         letter = chr(code)
         if unicodedata.category(letter).startswith("N"):
             kinds[code] = _DIGIT

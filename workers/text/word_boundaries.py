@@ -1,8 +1,8 @@
-"""Which tokenizers split text in a known way, and where such text can be cut without changing its tokens.
+"""Which tokenizers split text in a known way, and where text for them can be cut without changing its tokens.
 
-Byte-level tokenizers first split a text by a regular expression, then encode each word by itself. Under all of the
-expressions below no match spans a cut of `last_cut`, and none looks across one, so both sides have the same tokens
-alone as together.
+Byte-level tokenizers first split a text by a regular expression, and then encode each word by itself. With all of the
+expressions below, no match spans a cut of `last_cut` or looks across one, so the two sides have the same tokens
+separately as together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 
 
 def _cased(suffixes: str, digits: str) -> str:
-    """Words in which capital letters come first; other symbols may end with slashes."""
+    """An expression for words in which capital letters come first; other symbols may end with slashes."""
     words = f"{_BEFORE}{_UPPER}*{_LOWER}+{suffixes}|{_BEFORE}{_UPPER}+{_LOWER}*{suffixes}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
@@ -29,7 +29,7 @@ _EXPRESSIONS = {
     _cased(f"{_SUFFIXES}?", r"\p{N}{1,3}"),  # gpt-oss
     _cased("", r"\p{N}"),  # Mistral's Tekken
 }
-# DeepSeek-V3's leaves digits to an earlier step.
+# DeepSeek-V3's expression leaves digits to an earlier step.
 _WITHOUT_DIGITS = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
@@ -41,8 +41,8 @@ _CUT = re.compile(r"(?<=[A-Za-z0-9])(?= )|(?<=\S\n)(?=[^\s/])")
 
 
 def why_not_by_words(content: dict[str, Any]) -> str | None:
-    """None if a tokenizer with this `content` of a tokenizer.json is a byte-level BPE that is known to encode words by
-    themselves, or what keeps it from that. Special tokens are taken as plain text."""
+    """Why a tokenizer with this `content` of its tokenizer.json is not known to be a byte-level BPE that encodes words
+    independently; None if it is. Special tokens are taken as plain text."""
     model = content["model"]
     if model.get("type") != "BPE":
         return f"its model is {model.get('type')}, not BPE"
@@ -59,7 +59,7 @@ def why_not_by_words(content: dict[str, Any]) -> str | None:
 
 
 def _fault(token: dict[str, Any]) -> str | None:
-    """Why text with this added token is not encoded word by word."""
+    """Why text with this added token is not encoded word by word; None if it is."""
     if re.search(r"\s", token["content"]) or not token["content"]:
         return f"its token '{token['content']}' has spaces inside"
     if token["lstrip"] or token["rstrip"] or token["single_word"]:
@@ -68,7 +68,7 @@ def _fault(token: dict[str, Any]) -> str | None:
 
 
 def last_cut(text: str) -> int:
-    """The last index at which `text` can be cut, or 0."""
+    """The last index at which `text` can be cut; 0 if there is none."""
     for size in (2**12, len(text)):
         base = max(0, len(text) - size)
         found = [match.start() for match in _CUT.finditer(text, base)]
@@ -78,13 +78,13 @@ def last_cut(text: str) -> int:
 
 
 def in_one_step(pre_tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """The same pre-tokenizer; a sequence of GPT-2's expression alone becomes that step."""
+    """The same pre-tokenizer; a sequence that consists only of GPT-2's expression is replaced by that step."""
     steps = _flat(pre_tokenizer, "pretokenizers")
     return steps[0] if len(steps) == 1 and steps[0]["type"] == "ByteLevel" else pre_tokenizer
 
 
 def _are_known(steps: list[dict[str, Any]]) -> bool:
-    """Whether these steps of a pre-tokenizer are known ones that together split at every cut."""
+    """Whether these steps of a pre-tokenizer are known and together split at every cut."""
     split = digits = False
     for step in steps:
         expression = _expression(step)
@@ -100,7 +100,7 @@ def _are_known(steps: list[dict[str, Any]]) -> bool:
 
 
 def _expression(step: dict[str, Any]) -> str | None:
-    """The expression whose matches a step isolates."""
+    """The expression whose matches a step isolates; None for other steps."""
     if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"]:
         return None
     expression: str | None = step["pattern"].get("Regex")
@@ -108,7 +108,7 @@ def _expression(step: dict[str, Any]) -> str | None:
 
 
 def _flat(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, which may be a sequence of some."""
+    """The steps of a normalizer or pre-tokenizer, with nested sequences flattened."""
     if step is None:
         return []
     return [inner for each in step[key] for inner in _flat(each, key)] if step["type"] == "Sequence" else [step]
