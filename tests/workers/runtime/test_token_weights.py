@@ -26,7 +26,7 @@ PACKED_CP: dict[str, Any] = {"cp": 2, "dp": 2, "model": HEADS}
 def masked_plan(
     folder: Path, seed: int, share: float, packing: Packing, name: str, sizes: dict[str, Any], *, ramp: bool
 ) -> Plan:
-    """Of documents of 2 to 30 tokens, of which a random `share` counts."""
+    """A plan on documents of 2 to 30 tokens, a random `share` of which are targets."""
     path = random_corpus(folder / "masked", seed, 160, 30, targets=share)
     data = data_of(path, document_mask=True, packing=packing, cache=str(folder))
 
