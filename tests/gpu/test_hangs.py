@@ -1,4 +1,4 @@
-"""A GPU stops inside a layer, or its host does: from what the GPUs write the diagnosis names the rank."""
+"""A GPU or its host stops inside a layer: from the progress that GPUs write, the diagnosis names the rank."""
 
 from __future__ import annotations
 

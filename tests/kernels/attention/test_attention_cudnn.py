@@ -121,7 +121,7 @@ def test_parts_make_up_the_whole(monkeypatch: pytest.MonkeyPatch, part: Part, ke
 
 
 def test_what_is_caught_while_a_graph_is_built_keeps_no_tensor_of_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that refers to itself by way of the frame that caught it is freed by the garbage collector alone."""
+    """An error that refers to itself through the frame that caught it is freed by the garbage collector only."""
 
     def build(modes: object) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Heads are normed and rotated in one pass as by a norm and a rotation."""
+"""Heads are normed and rotated in one pass, with the result of a norm followed by a rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training a tokenizer: Rust does it, and sees no signals."""
+"""Training a tokenizer, which Rust does without seeing signals."""
 
 import os
 import signal

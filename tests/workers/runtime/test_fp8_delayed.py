@@ -1,4 +1,4 @@
-"""Delayed scaling on ranks: the maxima of the step before are part of the training state."""
+"""Delayed scaling on ranks: the maxima of the previous step are part of the training state."""
 
 from __future__ import annotations
 

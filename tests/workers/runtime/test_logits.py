@@ -62,7 +62,7 @@ def chunked_plan(
     **more: Any,
 ) -> Plan:
     model = more.get("model", MODEL)
-    validated = name == "zb-h2" and not model.tie_word_embeddings and not model.mtp_layers  # which it has no norm for
+    validated = name == "zb-h2" and not model.tie_word_embeddings and not model.mtp_layers  # these sum before the norm
     given = {"post_validation": validated, **ORDERS[name], **more}
     plan = plan_of(name, dp, 2, 4, data, logit_rows=logit_rows, **given)
     plan = replace(plan, optimizer=replace(plan.optimizer, z_loss=z_loss))

@@ -1,4 +1,4 @@
-"""Every token that counts weighs 1 / (tokens that count in the global batch), however few there are in a microbatch."""
+"""Every target token weighs 1 / (target tokens in the global batch), however few there are in its microbatch."""
 
 from __future__ import annotations
 
