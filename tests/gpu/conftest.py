@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def num_ranks(item: pytest.Item) -> int:
-    """Those of its mesh, as far as the parameters of the test say."""
+    """The size of the test's mesh, as far as its parameters tell."""
     parameters: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
     dicts = [each for each in (parameters.get("sizes"), parameters.get("axes")) if isinstance(each, dict)]
     sizes = ChainMap(*dicts, parameters)

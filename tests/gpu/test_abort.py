@@ -56,7 +56,7 @@ def test_a_run_that_loses_a_rank_ends_with_the_same_bits(workers, corpus, name, 
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_whose_peer_is_lost_under_zero_is_freed(workers, corpus, fault, zero):
-    """Nobody else has the lost shards, so the run begins again."""
+    """No other rank has the lost shards, so the run begins again."""
     plan = plan_of("1f1b", 2, 1, 4, corpus, "float32", memory_options=MemoryOptions(zero=zero), unit_layers=1)
     plan = on_gpu(plan, memory_options=MemoryOptions(zero=zero))
     with ranks_of(workers, 2) as ranks:
@@ -83,7 +83,7 @@ def test_a_rank_whose_peer_is_lost_under_zero_is_freed(workers, corpus, fault, z
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_whose_graphs_have_kernels_of_nccl_is_freed(workers, corpus, fault):
-    """NCCL aborts no communicator before they are gone."""
+    """NCCL aborts no communicator before graphs with its kernels are freed."""
     plan = on_gpu(plan_of("1f1b", 1, 1, 2, corpus, tp=2, model=WIDE), "nccl", "bfloat16")
     with ranks_of(workers, 2) as ranks:
         start_run(ranks, replace(plan, cuda_graphs=True))

@@ -62,7 +62,7 @@ def test_shared_layers_equal_one_process(gpus, corpus, name, sizes, more):
 @pytest.mark.parametrize("slots", ["few", "all"])
 @pytest.mark.parametrize(("name", "sizes"), [("1f1b", {"ep": 2}), ("dualpipe", {"ep": 2, "pp": 2})])
 def test_tokens_in_slots_equal_one_process(gpus, corpus, name, sizes, slots, transport):
-    """With too few slots steps are run again."""
+    """With too few slots, steps are run again."""
     plan = on_gpu(plan_on_mesh(corpus, name, sizes, model=MOE), transport, dtype="float64")
     assert_equals_one_process(gpus, replace(plan, expert_slots=1 if slots == "few" else plan.slice_tokens))
 

@@ -34,9 +34,9 @@ def test_gpus_attain_much_of_their_data_sheet_and_small_work_less(pentad: Pentad
     assert rates.products_8bit[-1][1] > rates.flops
     if torch.cuda.get_device_capability() == (9, 0):
         assert len(rates.experts) == 2
-    for each in rates.experts:  # matrices of few rows are read, and gradients added to, for little work
+    for each in rates.experts:  # with few rows, reading matrices and adding gradients outweighs the products
         assert all(curve[0][1] < curve[-1][1] < rates.products_8bit[-1][1] for curve in vars(each).values())
         assert each.weight[0][1] < 0.7 * each.weight[-1][1]
-    assert 0.3 * sheet.link < rates.peer.send.bandwidth < 1.1 * sheet.link  # of a line through measured times
+    assert 0.3 * sheet.link < rates.peer.send.bandwidth < 1.1 * sheet.link  # slope of a line through measured times
     assert all(0 < each < 5e-3 for each in (rates.issue, rates.peer_issue, *rates.layer_issue))
     assert rates.peer.send != rates.intra_host.send and rates.peer.all_reduce == rates.intra_host.all_reduce

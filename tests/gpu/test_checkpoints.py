@@ -57,8 +57,8 @@ def large_plan(corpus: str, dp: int) -> Plan:
 
 
 def seconds_of(ranks: list[WorkerProcess], first: int, folder: Path | None) -> tuple[float, int]:
-    """How long STEPS steps take; with `folder` they begin with a snapshot, which is written beside them, and of which
-    the bytes are returned."""
+    """(seconds that STEPS steps take, bytes of the snapshot). With `folder` the steps begin with a snapshot, which is
+    written while they run."""
     asked = [] if folder is None else written(ranks, folder, first)
     began = time.monotonic()
     if folder is not None:

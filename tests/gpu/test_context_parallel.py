@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DOCUMENTS = ((0, 256, 512, 768), (0, 3, 300, 1000), (0,))
-# Documents of one to nine tokens, which are shorter than the ranks' chunks are many, around a longer one.
+# Documents of one to nine tokens, most of them fewer than the ranks have chunks, around a longer document.
 SHORT = (*range(0, 300), *range(300, 390, 9), 390, *range(900, 1024, 2))
 SHAPES = {
     "grouped": Case(2, "ring", batch=2, heads=8, kv_heads=2, length=1024, head_dim=128, value_dim=128),

@@ -32,7 +32,7 @@ pytestmark = [
 ]
 STEPS = 300
 GPUS = min(4, max(1, torch.cuda.device_count()))
-FOUR = (GPUS,) * (4 // GPUS)  # ranks of the nodes that hold four
+FOUR = (GPUS,) * (4 // GPUS)  # ranks of each node, up to four in all
 SMALL = (
     "model.layers=4",
     "model.hidden=128",
@@ -97,7 +97,7 @@ def test_a_node_that_is_to_go_is_left_with_nothing_lost(nodes, start, reference)
     expected = reference(*words)
     run = start(*words)
     run.wait_for_step(4)
-    with connect(run.folder) as client:  # notices are asked for every two seconds: the run must not be over by then
+    with connect(run.folder) as client:  # notices are polled every two seconds: the run must not be over by then
         client.request("pause")
         going = nodes.node_of(run.pids()[0])
         nodes.drain(going, 10)
@@ -120,7 +120,7 @@ def test_a_mesh_that_lacks_places_shrinks_and_grows_back(nodes, start, reference
     with connect(run.folder) as client:
         kill(lost)
         run.wait_for(lambda: run.events("lost"))
-        client.request("pause", 120)  # answered once the mesh has shrunk, before a step of it
+        client.request("pause", 120)  # answered once the mesh has shrunk, before it runs a step
         assert len(run.events("recovered")) == 1
         nodes.resize(2, 2)
         run.wait_for(lambda: len(run.events("recovered")) == 2)

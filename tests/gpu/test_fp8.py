@@ -44,10 +44,10 @@ def plan_on_gpu(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str, dt
 
 @pytest.mark.parametrize(("spec", "name", "sizes"), CASES)
 def test_gradients_are_those_of_the_emulation(gpus, corpus, spec, name, sizes):
-    """In float32, whose casts round few numbers to another neighbour; but tensor cores add 8-bit products up with few
-    digits, so that later casts do, and tokens visit other experts, which a router's gradient shows most. With noise of
-    2**-12 of a row's maximum in each product the reference's own cosines are 0.9996 in blocks, 0.9989 with e5m2, and
-    0.997 for a router."""
+    """In float32, whose casts seldom round to another value; but tensor cores add up 8-bit products with few digits, so
+    later casts do, and tokens visit other experts, which shows most in a router's gradient. With noise of 2**-12 of a
+    row's maximum in each product the reference's own cosines are 0.9996 in blocks, 0.9989 with e5m2, and 0.997 for a
+    router."""
     plan = plan_on_gpu(spec, name, sizes, corpus, "float32")
     losses, gradients, norms, _ = reference(plan)
     outcomes = gpus.run(plan, [(0, 1)])
@@ -66,7 +66,7 @@ def test_gradients_are_those_of_the_emulation(gpus, corpus, spec, name, sizes):
 @two_gpus
 @pytest.mark.parametrize("spec", [BLOCK, TENSOR, ROW, DELAYED])
 def test_products_that_overlap_with_their_messages_repeat_and_are_those_that_wait(gpus, corpus, spec):
-    """NCCL's messages are waited for. Parts of a product may be added up in another order than all of it."""
+    """Products wait for NCCL's messages. The parts of a product may be added up in another order than the full one."""
     plan = plan_on_gpu(spec, "1f1b", {"tp": 2, "layers": 2, "microbatches": 2}, corpus, "float32")
     batch = replace(plan.batch, global_batch_size=2 * plan.batch.microbatches, sequence_length=SPLIT_ROWS)
     plan = replace(plan, batch=batch)
@@ -90,9 +90,9 @@ def test_repeated_and_resumed_runs_are_bit_identical(gpus, corpus, tmp_path, spe
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("spec", "name", "sizes"), CASES)
 def test_comparing_gradients_changes_no_bit(gpus, corpus, spec, name, sizes):
-    """With samples in the same steps. Scales of the step before fit the first gradients less well: the least cosine is
-    0.93 in the emulation and below 0.9 on a GPU, and with current scales 0.99. Two steps on, the gradients of a model
-    this small may be noise: -0.99 in the emulation."""
+    """With samples in the same steps. Scales of the previous step fit the first gradients less well: the least cosine
+    is 0.93 in the emulation and below 0.9 on a GPU, and with current scales 0.99. Two steps later, the gradients of a
+    model this small may be noise: -0.99 in the emulation."""
     bound = 0.7 if spec.delayed else 0.9
     plan = plan_on_gpu(replace(spec, compare_every=2, sample_every=2), name, sizes, corpus, "bfloat16")
     found = gpus.run(plan, [(0, 1, True), (1, 3)])
@@ -115,7 +115,7 @@ def test_comparing_gradients_changes_no_bit(gpus, corpus, spec, name, sizes):
     ],
 )
 def test_weights_gathered_in_8_bits_have_the_bits_of_those_that_are_cast_after_the_gather(gpus, corpus, spec, sizes):
-    """Of bfloat16. No gradient is clipped, and two terms have one sum: both would depend on the layout of shards."""
+    """In bfloat16, without clipping and with two terms a sum: norms and longer sums depend on the layout of shards."""
     found = []
     for gathers in (True, False):
         plan = plan_on_gpu(

@@ -1,4 +1,4 @@
-"""A GPU stops inside a layer, or its host does: from what the GPUs write the diagnosis names the rank."""
+"""A GPU or its host stops inside a layer: from the progress that GPUs write, the diagnosis names the rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STOPS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("transport", "how"), [("peer", "gpu"), ("nccl", "thread")])
 @pytest.mark.parametrize(("where", "axes"), CASES)
 def test_a_gpu_that_stops_inside_a_layer_is_the_cause(workers, corpus, where, axes, transport, how):
-    """All ranks of the axis wait for it, and all others for these or it; it goes on once it can."""
+    """All ranks of the axis wait for it, and all others for it or these; they go on once it can."""
     plan = plan_with(corpus, axes, transport)
     with ranks_of(workers, plan.mesh.size) as ranks:
         asked, found = hang(ranks, plan, where, how)
@@ -49,7 +49,7 @@ def test_a_gpu_that_stops_inside_a_layer_is_the_cause(workers, corpus, where, ax
         direct = {wait.rank for wait in found.waits if wait.peers == (STOPPED,) and wait.axis == where}
         assert direct == partners, found.sentence
         before, after = found.sentence.split(f"; rank {STOPPED} ")
-        axes = {wait.axis for wait in found.waits if STOPPED in wait.peers}  # the sentence has the longest one
+        axes = {wait.axis for wait in found.waits if STOPPED in wait.peers}  # the sentence has the longest wait
         assert any(f"in 0F0 (in its {axis} group)" in before for axis in axes) and "has been in 0F0 for" in after
         check_others(ranks, asked, found)
 
@@ -71,7 +71,7 @@ def plan_with(corpus: str, axes: dict[str, Any], transport: str) -> Plan:
 
 
 def hang(ranks: list[WorkerProcess], plan: Plan, where: str, how: str) -> tuple[list[int], Diagnosis]:
-    """The calls that run the steps, and who is the cause that they do not end."""
+    """The calls that run the steps, and the diagnosis of why they do not end."""
     start_run(ranks, plan)
     call_all([ranks[STOPPED]], "hang_at", where, STEP, how)
     asked = [rank.call("run", 0, STEP + 2) for rank in ranks]
@@ -79,7 +79,7 @@ def hang(ranks: list[WorkerProcess], plan: Plan, where: str, how: str) -> tuple[
 
 
 def check_others(ranks: list[WorkerProcess], asked: list[int], found: Diagnosis) -> None:
-    """All wait for the one that has stopped, and go on once it does."""
+    """All others wait for the rank that has stopped, and go on once it does."""
     assert found.causes == (STOPPED,), found.sentence
     assert {wait.rank for wait in found.waits} == {*range(len(ranks))} - {STOPPED}, found.sentence
     ranks[STOPPED].answer(ranks[STOPPED].call_now("resume"))

@@ -62,7 +62,7 @@ def test_times_of_consecutive_steps_are_in_order_on_the_host_s_clock(corpus, tmp
         results = [result for step in range(2, 12) for result in runner.run(step, 1, True)] + runner.run(12, 0)
         ended = time.monotonic()
     spans = [sorted((s.start, s.end) for s in result.spans if s.lane == "compute") for result in results]
-    delay = 1e-3  # of an event until the host sees it
+    delay = 1e-3  # until the host sees an event
     assert started - delay < spans[0][0][0] and spans[-1][-1][1] < ended + delay
     for before, after in pairwise(spans):
         assert before[-1][1] < after[0][0] + delay

@@ -43,7 +43,7 @@ def test_state_on_the_host_has_the_bits_of_state_on_the_device(gpus, corpus, dp,
 
 
 def test_the_first_update_leaves_memory_alone_that_earlier_kernels_use() -> None:
-    """The slots of the state may be where a tensor was that the host has freed while kernels still read it."""
+    """The slots of the state may reuse memory that the host has freed while kernels still read it."""
     device = torch.device("cuda", torch.cuda.current_device())
     state = [torch.zeros(PIECE_ELEMENTS).pin_memory() for _ in range(3)]
     freed = [torch.ones(PIECE_ELEMENTS, device=device) for _ in range(3 * PIECES)]

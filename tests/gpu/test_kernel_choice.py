@@ -34,7 +34,7 @@ def mean_loss(plan: Plan, outcomes: Any) -> float:
 
 
 def check(plan: Plan, outcomes: Any, loss: float, norm: float) -> None:
-    """Of the first step, by these relative bounds."""
+    """Compares the loss and gradient norm of the first step, within these relative bounds."""
     losses, _, norms, _ = reference(plan)
     assert mean_loss(plan, outcomes) == pytest.approx(losses[0], rel=loss)
     assert outcomes[0].results[0].grad_norm == pytest.approx(norms[0], rel=norm)

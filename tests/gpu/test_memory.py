@@ -1,4 +1,4 @@
-"""RECOMPUTE, OFFLOAD and RELOAD on GPUs: the same bits as without, and the estimated memory_options of memory."""
+"""RECOMPUTE, OFFLOAD and RELOAD on GPUs: the same bits as without, and the estimated savings of memory."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_training_hardly_stops_for_a_copy(workers: list[WorkerProcess], corpus: 
         start_run(ranks, plan)
         copies = Copies(ranks, "AB")
         call_all(ranks, "run", 0, STEPS)
-        copies.make(1, STEPS)  # the first ones allocate memory
+        copies.make(1, STEPS)  # the first copies allocate memory
         for number in range(1, 9):
             first, copied = number * STEPS, number % 2 == 0
             asked = copies.submit(1, first) if copied else []

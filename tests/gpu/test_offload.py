@@ -50,8 +50,8 @@ def test_offloading_changes_no_bit(gpus, corpus, name, recompute, dtype) -> None
 @pytest.mark.parametrize("parts", ["mlp", "qkv_linear", "attn_proj", "attention"])
 @pytest.mark.parametrize("offload", [0.0, 1.0])
 def test_recomputed_rows_change_no_bit(gpus, corpus, offload, parts) -> None:
-    """Products of the last rows, at multiples of 128, have the bits of those of all 8,192; in float32 they have not, as
-    cuBLAS takes another kernel for fewer rows."""
+    """Products of the last rows, from multiples of 128 on, have the bits of those of all 8,192 rows; in float32 they do
+    not, as cuBLAS takes another kernel for fewer rows."""
     runs = []
     for mode, rows in (("none", 1.0), (parts, 0.3), (parts, 0.5)):
         plan = large_plan(corpus, mode, offload * (mode != "none"), rows)

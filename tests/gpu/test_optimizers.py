@@ -45,7 +45,7 @@ def test_a_step_before_its_norm_has_the_directions_of_its_own_gradients(gpus, co
 
 @pytest.mark.parametrize(("name", "sizes", "zero", "model"), REPEATED)
 def test_muon_repeats_its_bits_and_stays_near_float64(gpus, corpus, name, sizes, zero, model):
-    """Newton-Schulz in bfloat16, momentum in bfloat16."""
+    """With Newton-Schulz and momentum in bfloat16."""
     options = MemoryOptions(zero=zero)
     plan = on_gpu(plan_on_mesh(corpus, name, sizes, model=model, memory_options=options), "peer", "bfloat16", options)
     plan = replace(plan, optimizer=replace(plan.optimizer, name="muon", bf16_state=True))

@@ -50,7 +50,7 @@ def test_ranks_without_a_fault_agree_and_a_check_changes_no_bit(
         ("dp2", "master", "data", (0, 1)),
         ("dp2", "v", "data", (0, 1)),
         ("dp2", "compute", "data", (0, 1)),
-        ("tp2", "m", "data", (0, 1)),  # of a norm, which both hold
+        ("tp2", "m", "data", (0, 1)),  # of a norm, which both ranks hold
         ("dp2", "W once", "hardware", (1,)),
         ("ZeRO-3", "W once", "hardware", (1,)),
         ("dp2", "W", "software", (0, 1)),

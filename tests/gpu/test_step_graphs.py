@@ -93,7 +93,7 @@ def test_nothing_is_collected_while_a_graph_is_captured():
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2"])
 def test_a_launched_step_allocates_nothing_for_compute(corpus, tmp_path, name):
-    """As much with 8 microbatches as with 4: for the end of the step alone."""
+    """It allocates as much with 8 microbatches as with 4: only for the end of the step."""
     four, eight = (
         allocations_of_a_launched_step(on_gpu(plan_of(name, 1, 1, count, corpus), "nccl", "bfloat16"), tmp_path)
         for count in (4, 8)

@@ -14,7 +14,7 @@ from pentad.schedules.simulate.step_profile import KERNEL, unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 SLACK = 200_000  # ns: GPU events are related to the host's clock by a synchronization
-ISSUED, LAUNCHED = 0, 6  # with graphs; without them both are issued
+ISSUED, LAUNCHED = 0, 6  # steps if graphs are used; otherwise both are issued
 
 
 @pytest.mark.parametrize("graphs", [False, True])

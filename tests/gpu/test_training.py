@@ -43,8 +43,8 @@ def test_schedule_equals_one_process(gpus, corpus, name, dp, pp, microbatches, t
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("bfloat16", 3e-2)])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_mirror_ranks_reduce_in_the_first_step_of_new_processes(corpus, zero, dtype, tolerance):
-    """NCCL's first operation, or a kernel's first launch, must not hold a host before it has granted what its neighbour
-    sends: a deadlock."""
+    """NCCL's first operation, or a kernel's first launch, must not block a host before it has granted what its
+    neighbour sends: that would be a deadlock."""
     options = MemoryOptions(zero=zero)
     plan = on_gpu(plan_of("dualpipe", 1, 2, 8, corpus, memory_options=options), "peer", dtype, options)
     fleet = Fleet(2)

@@ -32,7 +32,7 @@ def test_units_equal_one_process(gpus, corpus, name, dp, pp, memory_options, rec
 @pytest.mark.parametrize("recompute", ["none", "attention", "full"])
 @pytest.mark.parametrize("name", ["zb-h2", "zb-v"])
 def test_units_have_the_bits_of_whole_stages(gpus, corpus, name, recompute) -> None:
-    """With clipped gradients, too: the factor of all has the same float32 digits."""
+    """Even with clipped gradients: the factor has the same float32 digits."""
     runs = []
     for unit_layers in (None, 1, 2):
         given = {"clip": CLIP, "recompute": recompute, "unit_layers": unit_layers, "model": ALIGNED}

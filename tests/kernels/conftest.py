@@ -20,8 +20,8 @@ def fresh_memory_holds_nan() -> Iterator[None]:
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes Triton 3.6's interpreter work with NumPy 2.4, which converts no array of one element by int(), and patch
-    its language once a launch and module, not for each call of a function by a kernel, which takes longer than most."""
+    """Makes Triton 3.6's interpreter work with NumPy 2.4, whose one-element arrays int() rejects, and patch its
+    language once per launch and module, not per function call, which would take longer than most calls."""
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor

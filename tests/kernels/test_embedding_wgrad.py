@@ -17,8 +17,8 @@ RUNS = [{}, {3: 1}, {-1: 5}, {5: 64, 0: 1}, MIXED, {1: 300}]
 
 
 def cases_in_triton() -> list[Any]:
-    """(runs, width, dtype, finer): by default chunks of a quarter, but for one case, one column block or dtype at a
-    time."""
+    """(runs, width, dtype, finer): by default all runs with one column block, float32 and quarter chunks, and two
+    others."""
     cases = product(RUNS, (7, 520), (torch.float32, torch.bfloat16), (4, 1))
     always = [
         *((runs, 7, torch.float32, 4) for runs in RUNS),
@@ -58,7 +58,7 @@ def test_rows_of_a_token_are_added_to_its_gradient(runs: dict[int, int], dtype: 
 def test_the_kernel_in_triton(
     monkeypatch: pytest.MonkeyPatch, runs: dict[int, int], width: int, dtype: torch.dtype, finer: int
 ) -> None:
-    """Runs and chunks of a fraction of their tokens take as many steps by token and by chunk."""
+    """Runs and chunks are shortened alike, so the numbers of steps by token and by chunk stay the same."""
     triton = pytest.importorskip("pentad.kernels.embedding_wgrad_triton")
     monkeypatch.setattr(triton, "CHUNK", triton.CHUNK // finer)
     runs = {token: -(-count // finer) for token, count in runs.items()}

@@ -36,7 +36,7 @@ OPTIONS = AttentionOptions(True, 0.2, False)
 
 @pytest.fixture(autouse=True)
 def usual() -> Iterator[None]:
-    """What a test uses ends with it."""
+    """Restores the kernels in use after each test."""
     before = use_kernels(KernelsInUse())
     yield
     use_kernels(before)
@@ -75,14 +75,14 @@ def results(given: list[Tensor], options: AttentionOptions) -> list[Tensor]:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors count as ones for which a GPU has all kernels."""
+    """Makes tensors count as ones for which a GPU has all kernels."""
     monkeypatch.setattr(attention_partial, "has_fused_kernel", lambda *_: True)
     monkeypatch.setattr(attention_partial, "_cudnn_supports", lambda q, k, v, options: options.lengths is None)
 
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The fused implementations that have been called; all of them compute as the reference."""
+    """The fused implementations that have been called; each computes what the reference does."""
     found: list[str] = []
 
     def record(module: object, name: str, kernel: str, reference: object) -> None:
@@ -181,7 +181,7 @@ def test_products_of_experts_follow_what_was_measured(monkeypatch: pytest.Monkey
 def test_each_implementation_of_a_gpu_gives_the_references_result(
     kv_heads: int, width: int, value: int, deterministic: bool, packed: bool
 ) -> None:
-    """Chosen by its key in each direction; in any pair of a forward and a backward."""
+    """Chosen by its key in each direction, and in every pair of a forward and a backward."""
     sizes = ((8, width), (kv_heads, width), (kv_heads, value), (8, value))
     given = [torch.randn(2, 384, n, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for n, d in sizes]
     q, k, v, _ = given
@@ -217,7 +217,7 @@ def test_each_product_of_experts_of_a_gpu_gives_the_references_result(transposed
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_references_run_on_gpus_too(dtype: torch.dtype) -> None:
-    """Bit by bit what they are, where the twins are not."""
+    """They have the reference's bits on GPUs, which the Triton kernels do not."""
     x, weight = torch.randn(4096, 1000, device="cuda", dtype=dtype), torch.randn(1000, device="cuda", dtype=dtype)
     expected = rms_norm.__wrapped__(x, weight, 1e-5)  # type: ignore[attr-defined]
     for name, same in (("torch", True), ("auto", False)):

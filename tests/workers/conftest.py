@@ -1,4 +1,4 @@
-"""What tests of several folders start from: files of small models, corpora, ranks of random groups."""
+"""Fixtures for several folders: files of small models, corpora, ranks with random groups."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def silent_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank in this process leaves its progress file behind as the log of waits."""
+    """Resets the log of waits, which a rank in this process leaves set to its progress file."""
     if async_ops := sys.modules.get("pentad.workers.parallel.async_ops"):
         monkeypatch.setattr(async_ops.host_waits, "log", None)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For the corpora of a file's tests."""
+    """A folder for the corpora of one test file."""
     return tmp_path_factory.mktemp("corpora")
 
 

@@ -39,7 +39,7 @@ SQUARE: dict[str, Any] = {"dp": 2, "pp": 2, "microbatches": 4}
 PIPELINE: dict[str, Any] = {"pp": 4, "microbatches": 8}
 ON_HOST: dict[str, Any] = {"host_optimizer": True, "unit_layers": 1, "offload": 0.5}
 STEPS = 16
-LONG = 2**28  # elements, of which a fraction of a second moves few
+LONG = 2**28  # elements, few of which are sent in a fraction of a second
 
 
 def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
@@ -309,7 +309,7 @@ def test_a_call_that_computes_after_the_fence_is_not_left_behind(thread):
 
 
 def test_a_fence_leaves_a_wait_for_a_long_message_behind(thread):
-    """gloo does not wake who waits for a message that is partly written when the connection closes."""
+    """gloo does not wake a thread whose message is partly written when the connection closes."""
     store, groups, sockets = dist.HashStore(), dict[int, Any](), SocketRegistry(1)
 
     def connect(rank: int) -> None:

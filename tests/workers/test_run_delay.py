@@ -1,4 +1,4 @@
-"""What a thread waits for a core is counted, and what it sleeps is not."""
+"""Time that a thread waits for a core is counted, and time that it sleeps is not."""
 
 from __future__ import annotations
 

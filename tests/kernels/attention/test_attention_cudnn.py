@@ -40,7 +40,7 @@ def frontend() -> Iterator[None]:
 def inputs(
     rows: int, heads: int, groups: int, queries: int, keys: int, width: int, value: int, **to: Any
 ) -> list[Tensor]:
-    """q, k, v and dout, of which the first three lie in one tensor if they can."""
+    """q, k, v and dout; the first three are cut from one tensor if their sizes allow."""
     if (queries, width) == (keys, value):
         joined = torch.randn(rows, queries, heads + 2 * groups, width, **to)
         found = [*joined.split([heads, groups, groups], 2), torch.randn(rows, queries, heads, width, **to)]
@@ -85,7 +85,7 @@ def test_heads_that_cudnn_lacks_have_no_part(width: int, value: int, served: boo
 @pytest.mark.parametrize("part", [Part(2, 4), Part(1, 4), Part(1, 2), Part(1, 1)])
 @pytest.mark.parametrize(("keys", "value"), [(24, 16), (24, 8), (40, 16)])
 def test_parts_make_up_the_whole(monkeypatch: pytest.MonkeyPatch, part: Part, keys: int, value: int) -> None:
-    """With a graph that computes as the reference, into the memory that it is given."""
+    """The graph computes what the reference does, into the memory that it is given."""
     q, k, v, dout = inputs(2, 8, 4, 24, keys, 16, value, dtype=torch.float64)
     options = CAUSAL._replace(causal=keys == 24)
     out, lse = partial_attention(q, k, v, options)
@@ -112,7 +112,7 @@ def test_parts_make_up_the_whole(monkeypatch: pytest.MonkeyPatch, part: Part, ke
     monkeypatch.setattr(attention_cudnn, "part_of", lambda *_: part)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: torch.cuda.Stream)
     monkeypatch.setattr(torch.cuda.Stream, "cuda_stream", 0, raising=False)
-    monkeypatch.setattr(Tensor, "float", lambda x: x)  # the terms of queries stay in float64
+    monkeypatch.setattr(Tensor, "float", lambda x: x)  # lse stays in float64
     found = attention_backward_in_order(dout, q, k, v, out, lse, options)
     expected = partial_attention_backward_reference(dout, q, k, v, out, lse, options)
     assert len(calls) == 8 // (part.rows * part.kv_heads)
@@ -121,7 +121,7 @@ def test_parts_make_up_the_whole(monkeypatch: pytest.MonkeyPatch, part: Part, ke
 
 
 def test_what_is_caught_while_a_graph_is_built_keeps_no_tensor_of_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that refers to itself by way of the frame that caught it is freed by the garbage collector alone."""
+    """An error that refers to itself through the frame that caught it is freed by the garbage collector only."""
 
     def build(modes: object) -> None:
         try:
@@ -162,7 +162,7 @@ CASES = [
 def test_gradients_are_right_and_have_the_same_bits_in_every_run(
     monkeypatch: pytest.MonkeyPatch, case: Any, room: int
 ) -> None:
-    """Whole and in parts."""
+    """As a whole and in parts."""
     q, k, v, dout = inputs(*case, dtype=torch.bfloat16, device="cuda")
     options = CAUSAL._replace(causal=case[3] == case[4])
     monkeypatch.setattr(attention_cudnn, "WORKSPACE", room)

@@ -69,7 +69,7 @@ def expected_of(tensors: list[Tensor], scale: float, documents: Tensor | None = 
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], bound: float) -> None:
-    """Relative to the expected tensor; one that is zero, as dq and dk of windows of one key, to the largest."""
+    """Relative to the expected tensor, or to the largest if that is zero, as are dq and dk of windows of one key."""
     largest = max(float(other.norm()) for other in expected)
     for one, other in zip(found, expected, strict=True):
         scale = float(other.norm()) or largest
@@ -100,7 +100,7 @@ def packed(
 
 
 def packed_slice(tensors: list[Tensor], deterministic: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """(found, expected) for the last third of the queries, in two documents, of which the first began earlier."""
+    """(found, expected) for the last third of the queries, in two documents, the first of which began earlier."""
     q, k, v, dout = tensors
     length = q.shape[2]
     size, border = length // 3, 2 * (length // 3) // 3
@@ -201,7 +201,7 @@ def test_fused_windows_are_those_of_plain_attention(shape, deterministic, dtype,
 @pytest.mark.parametrize("window_left", [0, 5, 40])
 @pytest.mark.parametrize(("shape", "deterministic"), list(product(GPU_SHAPES, (False, True))))
 def test_fused_bands_of_rectangles_agree_with_the_reference(shape, deterministic, window_left):
-    """Few queries and many keys: every query sees some, since the diagonal ends at the last of both."""
+    """Few queries and many keys: every query sees some, since the diagonal ends at the last query and the last key."""
     q, k, v, dout = inputs(shape, "cuda", torch.bfloat16)
     q, dout = q[:, :, -32:], dout[:, :, -32:]
     options = AttentionOptions(False, 0.1, deterministic, window_left=window_left)
@@ -226,7 +226,7 @@ def test_fused_parts_agree_with_the_reference(shape, deterministic, causal):
     q64, k64, v64 = (x.double() for x in (q, k, v))
     expected, expected_lse = partial_attention_reference(q64, k64, v64, options)
     assert_close([out, lse], [expected, expected_lse], 1e-2)
-    # As if another part had as large a denominator: half of the full softmax.
+    # As if another part had as large a denominator: this one is half of the full softmax.
     found = partial_attention_backward(dout, q, k, v, out / 2, lse + math.log(2), options)
     full_lse = expected_lse + math.log(2)
     expected_grads = partial_attention_backward_reference(dout.double(), q64, k64, v64, expected / 2, full_lse, options)
@@ -267,7 +267,7 @@ def test_gradients_do_not_depend_on_the_layout_of_an_earlier_call(shape):
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 0.7)])
 @pytest.mark.parametrize("starts", [(0, 200), (0, 1, 2, 3, 50, 200, 201, 390, 400, 401, 599), range(600)])
 def test_segments_that_are_computed_by_themselves_equal_dense_attention(starts, window, softcap):
-    """Three rows of 200 tokens, more than a group of segments has."""
+    """Three rows of 200 tokens, more than the 128 of a group of segments."""
     ends = torch.tensor(sorted({*starts, 200, 400, 600}), dtype=torch.int32)
     longest = int(ends.diff().max())
     q, k, v, dout = inputs((3, 4, 2, 200, 8, 6), "cpu", torch.float64)
@@ -287,8 +287,8 @@ SEGMENTS = [(5, 0), (0, 9), (200, 40), (1, 120), (0, 150), (34, 0)]  # queries a
 
 
 def part_in_segments(device: str, dtype: torch.dtype, width: int, deterministic: bool) -> list[list[Tensor]]:
-    """[found, expected]: out, lse, dq, dk and dv of a part in which some segments have no keys, and some no queries.
-    Where a query sees none, its gradient is that of the keys of other parts: 0."""
+    """[found, expected]: out, lse, dq, dk and dv of a part in which some segments have no keys, and some no queries. A
+    query that sees no key has a gradient of 0 here, as all of it comes from other parts."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((240, 4), (319, 2), (319, 2), (240, 4))
     q, k, v, dout = (
@@ -318,7 +318,7 @@ def part_in_segments(device: str, dtype: torch.dtype, width: int, deterministic:
             expected[1][:, :, at] = scores.logsumexp(3).detach()
             part = scores.softmax(3) @ v64.repeat_interleave(2, 1)
             expected[0][:, :, at] = part.detach()
-            # The rest of the softmax has an lse of 0 and values of which the full output is that of this part.
+            # The rest of the softmax has an lse of 0, and values that make the full output equal to this part's.
             full_lse = torch.logaddexp(scores.logsumexp(3), torch.zeros((), dtype=torch.float64, device=device))
             p = (scores - full_lse.unsqueeze(3)).exp()
             full = p @ v64.repeat_interleave(2, 1) + (1 - p.sum(3, keepdim=True)) * part.detach()
@@ -337,7 +337,7 @@ def test_segments_without_keys_see_nothing():
 @pytest.mark.parametrize("width", [128, 72])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_fused_segments_without_keys_see_nothing(width, deterministic):
-    """By our backward (128) and by flash attention's (72)."""
+    """With our backward (128) and with flash attention's (72)."""
     found, expected = part_in_segments("cuda", torch.bfloat16, width, deterministic)
     assert torch.equal(found[1].isneginf(), expected[1].isneginf())
     assert all(torch.isfinite(x).all() for x in (found[0], *found[2:]))
@@ -348,7 +348,7 @@ def test_fused_segments_without_keys_see_nothing(width, deterministic):
 @pytest.mark.parametrize("width", [128, 72])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_ten_thousand_segments_of_one_token_return_their_values(width, deterministic):
-    """On the device, too, by our backward (128) and by flash attention's (72)."""
+    """Also on the device, with our backward (128) and with flash attention's (72)."""
     q, k, v, dout = (x.contiguous() for x in inputs((1, 4, 4, 10_000, width, width), "cuda", torch.bfloat16))
     ends = torch.arange(10_001, dtype=torch.int32, device="cuda")
     options = AttentionOptions(True, 0.1, deterministic, PackedLengths(ends, ends, (1, 1)))

@@ -44,7 +44,7 @@ GPU_SHAPES: list[Shape] = [
 
 
 def inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and dout, as views of [B, S, heads, D]. Heads as wide as MLA's have values of two thirds."""
+    """q, k, v and dout, as views of [B, S, heads, D]. At MLA's head dim, values are two thirds as wide."""
     batch, heads, groups, queries, keys, width = shape
     value = width if width.bit_count() == 1 else width * 2 // 3
     sizes = ((queries, heads, width), (keys, groups, width), (keys, groups, value), (queries, heads, value))
@@ -59,7 +59,7 @@ def packed(
     keys: list[int] | None = None,
     softcap: float = 0.0,
 ) -> AttentionOptions:
-    """Segments of these many queries, and of as many keys unless they are given."""
+    """Segments with these numbers of queries, and as many keys unless `keys` is given."""
     sizes = lengths, lengths if keys is None else keys
     ends = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in sizes]
     packed_lengths = PackedLengths(ends[0], ends[1], (max(sizes[0]), max(sizes[1])))
@@ -67,14 +67,14 @@ def packed(
 
 
 def empty_segments(scale: int, device: str, window: int | None) -> AttentionOptions:
-    """Of 48 queries and 40 keys, times the scale: some have no keys, and some no queries."""
+    """Segments with 48 queries and 40 keys in all, times `scale`: some have no keys, and some no queries."""
     queries, keys = [5, 0, 20, 1, 0, 22], [0, 9, 4, 12, 15, 0]
     return packed([scale * each for each in queries], device, False, window, [scale * each for each in keys])
 
 
 def errors(tensors: list[Tensor], options: AttentionOptions) -> list[float]:
-    """Of out, lse, dq, dk and dv, relative to float64's; absolute where that is zero, as of one key. Where a query sees
-    nothing, in a part of an attention, the backward takes the output and lse of a whole in which it sees other keys."""
+    """Errors of out, lse, dq, dk and dv relative to float64, absolute where that is zero, as for one key. If some
+    queries see no key of this part, the backward gets the output and lse of an attention in which they see others."""
     q, k, v, dout = tensors
     wide_q, wide_k, wide_v = q.double(), k.double(), v.double()
     exact = partial_attention_reference(wide_q, wide_k, wide_v, options)
@@ -94,7 +94,7 @@ def errors(tensors: list[Tensor], options: AttentionOptions) -> list[float]:
 
 @pytest.fixture(params=["short", "long"])
 def how_long(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels take segments for short ones, or for such as have blocks without a mask."""
+    """Kernels treat segments as short, or as long enough for blocks without a mask."""
     if request.param == "long":
         monkeypatch.setattr(attention_blocks_triton, "SHORT_SEGMENT", 0)
 
@@ -114,7 +114,7 @@ class TestInterpreted:
     def test_it_agrees_with_the_reference(self, shape: Shape, causal: bool, window: int | None) -> None:
         options = AttentionOptions(causal, 0.2, True, window_left=window)
         if not causal and window is not None and shape[3] != shape[4]:
-            return  # keys behind the last query's are outside of what the window means
+            return  # a window is not defined for keys after the last query
         assert max(errors(inputs(shape, "cpu", torch.float32), options)) < 1e-5
 
     @pytest.mark.slow

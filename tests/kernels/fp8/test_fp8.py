@@ -25,7 +25,7 @@ SCALINGS: list[Scaling] = ["tensor", "row", "block"]
 @pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_a_cast_is_off_by_at_most_half_a_step_of_its_tile(scaling: Scaling, role: Role, power_of_two: bool) -> None:
-    """E4M3 has 3 bits after the point, E5M2 2; below the least normal number steps are equal."""
+    """E4M3 has 3 mantissa bits, E5M2 has 2; below the smallest normal number all steps are equal."""
     recipe = Recipe(scaling, "e5m2", power_of_two=power_of_two)
     x = torch.randn(256, 384) * torch.logspace(-6, 3, 384)
     found = quantize(x, recipe, role)
@@ -138,7 +138,7 @@ def test_triton_fuses_casts_as_the_reference_does(recipe: Recipe, width: int, dt
         if convert is not None:  # the sum that the kernel rounded
             summed = to((x.float() + residual.float()).to(dtype))
             normed, _, rstd = fp8_rms_norm(summed, to(weight), 1e-5, recipe, rows, None, 1.0)
-        given = (dy, gate_up) if convert is None else (dy.cpu(), gate_up.cpu())  # whose dtype may be rounded to
+        given = (dy, gate_up) if convert is None else (dy.cpu(), gate_up.cpu())  # rounding may be to their dtype
         dgate_up, y = fp8_glu_backward(*given, recipe, "silu", b)
         again = fp8_normed(summed, to(weight), rstd, recipe, a, 1.0)
         return [normed, *again, fp8_glu(to(gate_up), recipe, "silu", rows), *dgate_up, y]
@@ -152,7 +152,7 @@ def test_triton_fuses_casts_as_the_reference_does(recipe: Recipe, width: int, dt
 @pytest.mark.parametrize("width", [128, 1152, 14336])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_records_the_maximum_of_what_it_casts(recipe: Recipe, width: int, dtype: torch.dtype) -> None:
-    """With the bits that it writes otherwise. Halved values are exact; a residual of zero is never rounded."""
+    """The casts agree with the reference, too. Scaling by 1/8 is exact, and a residual of zero rounds nothing."""
     casting = Casting(fp8_cast_module, fp8_norm, fp8_glu_module)
     x, dy = torch.randn(2, 256, width, device="cuda", dtype=dtype)
     given = x, torch.zeros_like(x), dy, torch.randn(width, device="cuda", dtype=dtype)
@@ -188,20 +188,20 @@ def test_cublas_multiplies_as_the_reference_does(scaling: Scaling, t: int, n: in
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [Recipe("tensor"), Recipe("tensor", "e5m2"), Recipe("row"), Recipe("block")])
 def test_cublas_adds_to_the_main_gradient_in_the_product(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bits of a product and a sum."""
+    """With the bits of a separate product and sum."""
     x, dy = torch.randn(4096, 2048, device="cuda"), torch.randn(4096, 3072, device="cuda")
     (_, x_columns), (_, dy_columns) = forms_of(x, recipe, "activation"), forms_of(dy, recipe, "gradient")
     assert x_columns and dy_columns
     main = torch.randn(3072, 2048, device="cuda")
     expected = main + fp8_gemm(dy_columns, x_columns, torch.float32)
-    monkeypatch.delattr(fp8_gemm_module, "fp8_gemm")  # no product of its own
+    monkeypatch.delattr(fp8_gemm_module, "fp8_gemm")  # no separate product is made
     accumulate_fp8_gradient_(main, dy_columns, x_columns)
     assert torch.equal(main, expected)
 
 
 @pytest.mark.gpu
 def test_where_cublas_cannot_add_a_product_is_made_first() -> None:
-    """An address that is no multiple of 16 bytes."""
+    """Here because the address is no multiple of 16 bytes."""
     recipe = Recipe("tensor")
     x, dy = torch.randn(256, 384, device="cuda"), torch.randn(256, 128, device="cuda")
     (_, x_columns), (_, dy_columns) = forms_of(x, recipe, "activation"), forms_of(dy, recipe, "gradient")

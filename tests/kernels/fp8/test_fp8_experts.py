@@ -42,7 +42,7 @@ def test_triton_multiplies_as_the_reference_does(recipe: Recipe, counts: tuple[i
     given = operands(counts, 512, n, k, recipe)
     on = given.on("cuda")
     assert_products_agree(fp8_grouped_triton, given, on, torch.bfloat16, 4e-3)
-    # Tensor cores add up products of FP8 numbers with some 14 bits.
+    # Tensor cores accumulate products of FP8 numbers with about 14 bits.
     assert_products_agree(fp8_grouped_triton, given, on, torch.float32, 1e-3)
 
 

@@ -20,7 +20,7 @@ from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
 from pentad.kernels.fp8.fp8_tensor import Amax, Recipe, Role
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter", "nearest_numbers")
-# Slow but for two.
+# All but two are slow.
 SLOWLY = [pytest.param(each, marks=[] if each in (RECIPES[0], RECIPES[-1]) else [pytest.mark.slow]) for each in RECIPES]
 
 
@@ -29,7 +29,7 @@ SLOWLY = [pytest.param(each, marks=[] if each in (RECIPES[0], RECIPES[-1]) else 
 @pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_casts_have_the_bits_of_the_reference(recipe: Recipe, role: Role, dtype: torch.dtype) -> None:
-    """Scales and what they multiply are float32, also for values in bfloat16."""
+    """Scales and scaled values are float32, also for inputs in bfloat16."""
     x = torch.randn(256, 384).to(dtype)
     x[3:140, 128:256] = 0
     found = fp8_cast_triton.fp8_cast(x, recipe, role, amax_for(recipe, x))
@@ -52,7 +52,7 @@ def test_one_form_is_cast_by_its_own_maxima(rows: bool) -> None:
 
 @pytest.mark.parametrize("recipe", [Recipe("tensor"), Recipe("row"), Recipe("tensor", power_of_two=True)])
 def test_a_given_maximum_that_is_not_a_number_is_seen(recipe: Recipe) -> None:
-    """That of a tensor may be one that another rank has."""
+    """The maximum of a tensor may come from another rank."""
     x = torch.randn(128, 256)
     amax = amax_for(recipe, x)
     assert amax is not None
@@ -74,7 +74,7 @@ def test_a_transpose_moves_bytes() -> None:
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_rows_of_a_tile_with_its_maximum_are_cast_as_the_tile(power_of_two: bool) -> None:
-    """As shards of matrices are (workers/params/fp8_shard.py), which the reference of their casts cannot tell."""
+    """Shards of matrices rely on it (workers/params/fp8_shard.py), but their tests cast with the reference."""
     x = torch.randn(256, 384).bfloat16()
     tiles = x.float().abs().view(2, 128, 3, 128).amax((1, 3))
     of_rows = tiles[:, None].expand(2, 128, 3).reshape(-1, 1).contiguous()

@@ -1,4 +1,4 @@
-"""Heads are normed and rotated in one pass as by a norm and a rotation."""
+"""Heads are normed and rotated in one pass, with the result of a norm followed by a rotation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = [(1, 1, 1, 8), (14, 7, 3, 40), (45, 45, 4, 64)]
 
 
 def operands(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(heads among others, their weight, gradients among others)"""
+    """(heads, their weight, gradients); heads and gradients are slices of larger tensors."""
     tokens, _, heads, width = shape
     x, dx = torch.randn(2, tokens, heads + 2, width, device=device, dtype=dtype)
     return x[:, 1:-1], torch.randn(width, device=device, dtype=dtype), dx[:, 1:-1]
@@ -40,7 +40,7 @@ def test_gradients_are_those_of_autograd(shape: tuple[int, int, int, int]) -> No
 
 
 def both(x: Tensor, weight: Tensor, dx: Tensor, cos: Tensor, sin: Tensor, norm: object, back: object) -> list[Tensor]:
-    """Results of these two functions, which leave the operands as they are."""
+    """The results of `norm` and `back` on copies of the operands."""
     x, dx = (
         torch.empty_strided(x.shape, x.stride()).to(x).copy_(x),
         torch.empty_strided(dx.shape, dx.stride()).to(dx).copy_(dx),

@@ -75,7 +75,7 @@ def test_triton_agrees_with_the_reference(n: int, step: int, cast: bool) -> None
 
 @pytest.mark.gpu
 def test_the_bits_of_an_element_do_not_depend_on_where_it_lies() -> None:
-    """Nor on whether its compute weight is written."""
+    """Nor do they depend on whether its compute weight is written."""
     c, scale, tensors = coefficients(step=7, **SETTINGS), torch.ones(1, device="cuda"), shard(10_000, "cuda")
     pieces = [[each.clone() for each in tensor.split(1000)] for tensor in tensors[:4]]
     adamw_(*tensors, scale, c)

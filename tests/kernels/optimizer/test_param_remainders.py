@@ -17,7 +17,7 @@ EDGES = (0, 0x8000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7F7FFFFF, 0x7F800000, 
 
 
 def any_numbers(count: int, device: str = "cpu") -> Tensor:
-    """Of any bits, the first of which are at the edges of rounding."""
+    """Numbers with random bits; the first ones are at the edges of rounding."""
     bits = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int64).to(torch.int32)
     bits[: len(EDGES)] = torch.tensor(EDGES, dtype=torch.int32)
     return bits.view(torch.float32).to(device)

@@ -49,8 +49,7 @@ class Disk:
         """Adds the states of the disk that a crash may leave at this point.
 
         They are: everything as the process saw it (it was killed); only what was synced; every name but only synced
-        contents; and names that reach the disk in another order than they were changed in, the manifest's
-        first or last.
+        contents; and names that reached the disk out of order, the manifest's first or last.
         """
         live = {path: path.lstat().st_ino for path in sorted(self.root.rglob("*"))}
         self.folders |= {inode for path, inode in live.items() if path.is_dir()}
@@ -126,7 +125,7 @@ def after_crashes(disk: Disk, tmp_path: Path) -> Iterator[Path]:
 
 
 def found(root: Path) -> int | None:
-    """The newest step; no checkpoint may be damaged."""
+    """The newest step, if any; fails if a checkpoint is damaged."""
     checkpoint, refused = newest(root)
     assert refused == ()
     return checkpoint.step if checkpoint else None

@@ -1,4 +1,4 @@
-"""What is read of a checkpoint is what was written, or an error: block by block, whatever part is asked for."""
+"""Reading any part of a checkpoint returns what was written or raises an error: every block has its checksum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that nobody can reach, and that write parts of checkpoints, or commit one, after the run has gone back."""
+"""Unreachable ranks that write parts of a checkpoint, or commit one, after the run has rolled back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pentad.workers.checkpoint.shards import read, write_shards
 
 
 def written(folder: Path, generation: int) -> list[Shard]:
-    """What the ranks of a generation write: the state differs, as by the mesh."""
+    """The shards that the ranks of a generation write, filled with its number."""
     files = {f"stage-{stage}.safetensors": {f"w{stage}": torch.full((9,), generation)} for stage in range(2)}
     return [Shard.from_plain(entry) for entry in write_shards(folder, files, generation)]
 
@@ -25,7 +25,7 @@ def commit_as(folder: Path, generation: int, shards: list[Shard], run: str = "ru
 
 
 def generation_in(folder: Path) -> int:
-    """That of the checkpoint there, which is intact."""
+    """The generation that committed the checkpoint; its tensors must be of that generation, too."""
     found = open_checkpoint(folder)
     assert read(found, ["w0"])["w0"].tolist() == [found.meta["generation"]] * 9
     return int(found.meta["generation"])

@@ -1,4 +1,4 @@
-"""Tensors that several ranks write a piece of each are read as one, or the checkpoint is refused."""
+"""Tensors that several ranks write in pieces are read as one, or the checkpoint is refused."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ SHAPES = [(7,), (5, 4), (3, 2, 2), (1,), ()]
 
 
 def save_cut(root: Path, tensor: torch.Tensor, cuts: list[int]) -> Path:
-    """A checkpoint of `tensor`, cut at these elements, each piece in a file of its own."""
+    """A checkpoint of `tensor`, cut at these elements, with each piece in its own file."""
     folder, flat, shards = folder_of(root, 1), tensor.flatten(), []
     for number, (start, end) in enumerate(pairwise(cuts)):
         name = piece_name("x", tensor.shape, start, end)

@@ -1,4 +1,4 @@
-"""What is under a folder of checkpoints, and which of it can be deleted."""
+"""What a folder of checkpoints holds, and what of it can be deleted."""
 
 import errno
 import shutil
@@ -71,7 +71,7 @@ def test_verification_names_the_first_broken_file(root: Path) -> None:
     [(1, (), [10, 20, 30, 40]), (1, (10,), [20, 30, 40]), (2, (), [20, 30, 40]), (9, (), [20, 30, 40])],
 )
 def test_what_is_not_kept_is_superseded(root: Path, keep: int, pinned: tuple[int, ...], gone: list[int]) -> None:
-    """A damaged checkpoint does not count as one of those kept; nothing newer than an intact one is deleted."""
+    """A damaged checkpoint does not count towards `keep`; nothing newer than an intact one is deleted."""
     found = superseded(root, keep, lambda saved: pinned)
     assert [entry.step for entry in found] == gone
     for entry in found:
@@ -81,7 +81,7 @@ def test_what_is_not_kept_is_superseded(root: Path, keep: int, pinned: tuple[int
 
 
 def test_an_import_is_kept_which_no_training_can_make_again(tmp_path: Path) -> None:
-    """Metadata of an import have its model. One that is damaged is nothing to keep."""
+    """An import is known by the model in its metadata. A damaged one is not worth keeping."""
     save(tmp_path, 0, model={"family": "llama"})
     for step in range(10, 50, 10):
         save(tmp_path, step)
@@ -106,7 +106,7 @@ def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
 
 
 def test_what_saves_that_were_cut_short_have_left_in_a_checkpoint_is_deleted(tmp_path: Path) -> None:
-    """A rank died in a write, and another mesh saved the step again. What a live save writes has no manifest yet."""
+    """A rank died while writing, and another mesh saved the step again. A save in progress has no manifest yet."""
     left = {".stage-0.safetensors.0123.partial", ".manifest.json.0123.partial", "stage-0-part-1.safetensors"}
     first, second, live = (folder_of(tmp_path, step) for step in (10, 20, 30))
     for folder in (first, second, live):

@@ -1,4 +1,4 @@
-"""What pentad asks of an S3 store itself is signed as AWS wants it, and ends whatever the store does."""
+"""Requests that pentad itself sends to an S3 store are signed as AWS specifies, and end whatever the store does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pentad.workers.checkpoint.s3_requests import (
     signature_headers,
 )
 
-# Of the examples in AWS's description of Signature Version 4 for S3.
+# From the examples in AWS's description of Signature Version 4 for S3.
 EXAMPLE = Keys("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
 UPLOADS = """<?xml version="1.0"?><ListMultipartUploadsResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">
 <Upload><Key>runs/a&amp;b</Key><UploadId>one</UploadId><Initiated>2020-01-01T00:00:00.000Z</Initiated></Upload>
@@ -30,7 +30,7 @@ UPLOADS = """<?xml version="1.0"?><ListMultipartUploadsResult xmlns="http://s3.a
 
 
 class Store(BaseHTTPRequestHandler):
-    """Answers with the statuses in `answers`, 0: never, and then as a store does that knows If-None-Match."""
+    """Answers with the statuses in `answers` (0: not at all), then like a store that supports If-None-Match."""
 
     answers: list[int] = []  # noqa: RUF012
     objects: dict[str, bytes] = {}  # noqa: RUF012

@@ -126,7 +126,7 @@ def test_truncated_and_flipped_files_are_found_named_and_replaced(
     "root", ["folder", "store", *(pytest.param(name, marks=SLOW) for name in ("s3", "gs"))], indirect=True
 )
 def test_of_two_writers_one_wins_and_the_other_is_told(root: Location) -> None:
-    """Or, where a store lets both write, the one of the later generation."""
+    """Where a store lets both write, the later generation wins."""
     folder, told = folder_of(root, 20), list[str]()
 
     def write(generation: int) -> None:
@@ -175,7 +175,7 @@ def test_a_save_that_fails_or_dies_leaves_the_newest_checkpoint_and_is_swept(
     with pytest.raises(PentadError, match="the generation is over"):
         write_shard(folder, "a.safetensors", {"x": torch.zeros(2_000_000)}, publishing)
     assert shards_in(folder) == []
-    write_shard(folder, "a.safetensors", {"x": torch.zeros(9)})  # and here the process ends
+    write_shard(folder, "a.safetensors", {"x": torch.zeros(9)})  # the process ends here
     write_shard(folder_of(root, 10).with_name("step-00000030"), "a.safetensors", {"x": torch.zeros(9)})
     assert steps(root) == [10] and newest(root).checkpoint is not None
     discard(folder)
@@ -217,7 +217,7 @@ def test_a_store_that_is_away_is_one_sentence_and_no_missing_checkpoint(
 
 
 class Away:
-    """A file system of a store that nobody reaches."""
+    """The file system of a store that cannot be reached."""
 
     type_name = "s3"
 
@@ -279,7 +279,7 @@ def test_a_save_that_is_killed_costs_nothing_but_itself(
 
 
 def test_a_folder_that_another_rank_makes_meanwhile_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pyarrow fails if a folder is missing at its first look and there at its second."""
+    """pyarrow fails if a folder is missing at its first look but present at its second."""
     root, looks = place("store", tmp_path / "checkpoints"), list[str]()
     storage: Any = storage_of(root)
     storage.make_folder(root)

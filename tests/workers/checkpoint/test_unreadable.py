@@ -1,4 +1,4 @@
-"""Storage that fails costs no checkpoint: only proven damage does. One rule says which checkpoints count."""
+"""A storage failure costs no checkpoint; only proven damage does. One rule decides which checkpoints count."""
 
 import errno
 import io
@@ -22,7 +22,7 @@ FailReads = Callable[[str, int, int], None]
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """With checkpoints of 10 and 20 steps."""
+    """A folder with checkpoints of steps 10 and 20."""
     for step in (10, 20):
         save_small(folder_of(tmp_path, step), step)
     return tmp_path
@@ -30,7 +30,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fail_reads(monkeypatch: pytest.MonkeyPatch) -> FailReads:
-    """(file, error, times): opening a file of that name in the checkpoint of 20 steps fails so often."""
+    """(file, errno, times): opening this file of step 20's checkpoint fails that many times."""
     monkeypatch.setattr(checkpoint, "RETRY_SECONDS", (0.0, 0.0, 0.0))
 
     def fail(name: str, number: int, times: int) -> None:
@@ -75,7 +75,7 @@ def test_an_error_that_stays_is_one_sentence_and_renames_and_deletes_nothing(
 def test_a_manifest_or_folder_that_cannot_be_looked_at_is_not_a_missing_one(
     root: Path, fail_reads: FailReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as of a stale handle of NFS; a run would begin again beside its checkpoints."""
+    """For example because of a stale NFS handle; otherwise a run would start over despite its checkpoints."""
     fail_reads("", 0, 0)
 
     def stale(path: Any, *_: Any, **__: Any) -> Any:
@@ -124,7 +124,7 @@ def test_a_run_never_begins_again_beside_damaged_checkpoints_unless_told_to(root
 def test_a_damaged_checkpoint_does_not_count_towards_keep(root: Path) -> None:
     for step in (30, 40):
         save_small(folder_of(root, step), step)
-    assert delete_older(root, keep=3) == (folder_of(root, 10),)  # which reads and verifies the others
+    assert delete_older(root, keep=3) == (folder_of(root, 10),)  # reads and verifies the others
     flip(folder_of(root, 30) / FILE, -1)
     save_small(folder_of(root, 50), 50)
     assert delete_older(root, keep=3) == (folder_of(root, 30),)

@@ -35,7 +35,7 @@ def plan_for(corpus: str, model: ModelSpec, name: str, dp: int, pp: int, microba
     ],
 )
 def test_another_mesh_resumes_from_a_checkpoint(fleet: Fleet, corpus: str, tmp_path: Path, before, after) -> None:
-    """With the dropout of an uninterrupted run, as the microbatches are the same."""
+    """Dropout is that of an uninterrupted run, as the microbatches are the same."""
     model = custom_model(tmp_path, "gpt_dropout", layers=4)
     first, second = (plan_for(corpus, model, *case) for case in (before, after))
     folder = tmp_path / "step-00000002"

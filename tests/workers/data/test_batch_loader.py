@@ -1,4 +1,4 @@
-"""What is delivered for a step never depends on what was prepared, and no more is prepared than there is room for."""
+"""A step's batch never depends on what was prefetched, and no more is prefetched than there is room for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nothing() -> None:
 
 
 def settled(prefetcher: Prefetcher[int]) -> list[int]:
-    """The steps that are ready once the thread has nothing to do."""
+    """The steps that are ready once the thread is idle."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         with prefetcher.changed:
@@ -117,7 +117,7 @@ def test_whoever_waits_can_be_aborted(made: list) -> None:
 
 
 def test_what_loads_is_let_go_when_its_background_work_ends() -> None:
-    """It has files open, and a rank that lives through many generations makes one in each."""
+    """A loader has files open, and a rank creates one in each of its generations."""
 
     class Loader:
         def __init__(self) -> None:

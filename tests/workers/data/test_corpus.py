@@ -150,7 +150,7 @@ def test_a_terabyte_opens_within_two_seconds(folder: Path, monkeypatch: pytest.M
     for number in range(7450):
         with (folder / f"tokens-{number:05d}.arrow").open("wb") as file:
             file.truncate(2**28)  # sparse
-    gc.freeze()  # what earlier tests left, which a process that has just started does not have to look through
+    gc.freeze()  # leftovers of earlier tests, which a new process would not have to traverse
     began, before = time.process_time(), psutil.Process().memory_info().rss
     corpus = open_corpus(folder)
     seconds = time.process_time() - began
@@ -259,7 +259,7 @@ def test_a_shard_whose_size_changes_while_it_is_mapped_is_named_when_it_is_read(
     write_index(tmp_path, tokenizer, [shard])
     corpus = open_corpus(tmp_path)
     assert len(corpus.read(0, corpus.tokens)) == corpus.tokens
-    os.truncate(tmp_path / shard.file, shard.bytes + change)  # pages beyond the end are SIGBUS
+    os.truncate(tmp_path / shard.file, shard.bytes + change)  # reading a page beyond the end raises SIGBUS
     message = rf"shard .*{shard.file} has {shard.bytes + change} bytes: expected {shard.bytes} \(build"
     for read in (corpus.read, corpus.boundaries):
         with pytest.raises(PentadError, match=message):

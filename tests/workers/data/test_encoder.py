@@ -20,12 +20,12 @@ from pentad.workers.data.encoder import Encoder, TextChunk
 from pentad.workers.text import word_boundaries
 from pentad.workers.text.digit_cuts import cut_at_digits, without_digits_step
 
-# Every kind of byte and every symbol that an expression treats in its own way.
+# Every kind of byte, and every symbol that an expression treats specially.
 LETTERS = (
     "ab\u00e9\u5c71\u3042\u0416\u01c5\u017f\u180e'tTlLsS12\u00b2\u0661_-./(,;\u3002\u201d\U0001f3d4\ue000\u200b"
     " \n\r\t\u00a0\u3000\u2003\u0085\u0301\x1c\x00"
 )
-DEEPSEEK = [  # its file has the line ends themselves
+DEEPSEEK = [  # its file contains the line ends themselves
     r"\p{N}{1,3}",
     word_boundaries._KANA_AND_HANZI,
     word_boundaries._WITHOUT_DIGITS.replace(r"\r", "\r").replace(r"\n", "\n"),
@@ -40,7 +40,7 @@ TEXTS = st.text(st.sampled_from(LETTERS), max_size=40)
 
 @cache
 def tokenizer_of(name: str, kind: str = "") -> Tokenizer:
-    """A BPE that merges whatever the expression lets it merge: it is trained on noise of the same letters."""
+    """A BPE that merges whatever the expression lets it merge: it is trained on noise of the same characters."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not EXPRESSIONS[name])
     steps = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in EXPRESSIONS[name]]
@@ -60,7 +60,7 @@ def tokenizer_of(name: str, kind: str = "") -> Tokenizer:
         tokenizer.add_tokens([AddedToken("s12", normalized=False), AddedToken("t'l"), AddedToken("b\u0301")])
     content = json.loads(tokenizer.to_str())
     model = content["model"]
-    if kind == "other ids":  # not in the order of the merges, as RoBERTa's
+    if kind == "other ids":  # as in RoBERTa, not in the order of the merges
         numbers = random.Random(0).sample(range(len(model["vocab"])), len(model["vocab"]))
         model["vocab"], content["added_tokens"] = dict(zip(model["vocab"], numbers, strict=True)), []
     if kind == "bytes without tokens":  # 0x00, 0x1c and 0xc7
@@ -68,7 +68,7 @@ def tokenizer_of(name: str, kind: str = "") -> Tokenizer:
         kept = sorted((number, token) for token, number in model["vocab"].items() if not gone & set(token))
         model["vocab"] = {token: number for number, (_, token) in enumerate(kept)}
         model["merges"] = [pair for pair in model["merges"] if not gone & set("".join(pair))]
-    if kind == "ignore_merges":  # of which some cannot be merged
+    if kind == "ignore_merges":  # some of which can no longer be merged
         model |= {"ignore_merges": True, "merges": model["merges"][::2]}
     tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.encode_special_tokens = True
@@ -132,7 +132,7 @@ def test_pieces_cut_at_digits_have_the_tokens_of_a_tokenizer_that_splits_digits_
     check()
 
 
-# Contexts that tell letters, digits, marks, symbols, spaces and cases apart, and in which order NFC brings marks.
+# Contexts that distinguish letters, digits, marks, symbols, spaces and cases, and the order that NFC gives marks.
 CONTEXTS = (
     *("a{}a", "1{}1", " {} ", ".{}.", "'{}'", "\n{}\n", "A{}A", "a{}A", "A{}a", "{0}{0}", "a'{}a", "s{} s", "\r{}/"),
     *(
@@ -150,12 +150,12 @@ CONTEXTS = (
 
 
 def tokenizer_of_pairs(name: str, kind: str) -> Tokenizer:
-    """Merges the bytes on both sides of every border of a context, so that each split shows."""
+    """A BPE that merges the bytes on both sides of every border of a context, so that each split shows."""
     letters = encoder_module._alphabet()
     near, first, further = sorted(set("".join(CONTEXTS).encode())), range(0xC2, 0xF5), range(0x80, 0xC0)
     pairs = [*product(near, [*near, *first]), *product(further, [*near, *first])]
     merges = [(letters[left], letters[right]) for left, right in dict.fromkeys(pairs)]
-    if kind == "digits":  # as if trained so: what stands beside a digit is no part of its token
+    if kind == "digits":  # as if trained with this step: no merge crosses the border of a digit
         merges = [pair for pair in merges if not {*"01"} & {*pair}]
     tokens = [*letters, *dict.fromkeys(left + right for left, right in merges)]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
@@ -277,11 +277,11 @@ def test_fastokens_is_used_without_a_word() -> None:
 
 
 class Panic(BaseException):
-    """What pyo3 makes of a panic in Rust: no Exception."""
+    """What pyo3 makes of a Rust panic: not an Exception."""
 
 
 def failing(error: BaseException, where: str) -> ModuleType:
-    """A fastokens that raises when it is made, with its first texts, or with a text that has a `!`."""
+    """A fastokens that raises when it is created, for its first texts, or for a text with a `!`."""
     import fastokens
 
     class Failing:

@@ -1,4 +1,4 @@
-"""Every source has its share of every window of samples, and any sample's source is found without those before it."""
+"""Every source has its share of every window of samples, and any sample's source is found without earlier ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mixture_of(given: list[int], size: int = 1) -> Mixture:
 
 @given(given=weights, first=st.integers(0, 10**12), count=st.integers(1, 200))
 def test_every_source_keeps_its_proportion(given: list[int], first: int, count: int) -> None:
-    """To within one sample after any number of samples, and so to within two in any window."""
+    """Within one sample after any number of samples, and so within two in any window."""
     mixture = mixture_of(given)
     sources, _ = mixture.draws(first, count)
     shares = [Fraction(weight, sum(given)) for weight in given]
@@ -166,7 +166,7 @@ def test_a_ramp_draws_the_samples_of_full_batches_in_their_order() -> None:
     sources, indices = (np.concatenate(each) for each in zip(*batches, strict=True))
     assert [len(each) for each, _ in batches] == [2, 2, 2, 4, 4, 6, 6, 6]
     assert np.array_equal(sources, mixture.draws(0, 32)[0])
-    for source in (0, 1):  # no sample is left out, and none comes twice
+    for source in (0, 1):  # no sample is left out or repeated
         assert indices[sources == source].tolist() == list(range(int((sources == source).sum())))
     (change,) = mixture.changes(3)
     assert change["sample"] == 6 and not list(mixture.changes(4))

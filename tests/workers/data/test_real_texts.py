@@ -1,4 +1,4 @@
-"""The mixture of docs/data.md: its commands on texts of this machine, in the packages' form, for a few steps."""
+"""The mixture of docs/data.md: its commands for a few steps, on texts of this machine in the form of the packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("essays", "code", "dictionary")
 
 
 def write_packages(debian: Path) -> None:
-    """Pages and entries where anarchism and dict-gcide have theirs."""
+    """Writes pages and entries where anarchism and dict-gcide have theirs."""
     pages, dictionary = debian / "usr/share/doc/anarchism/html", debian / "usr/share/dictd"
     pages.mkdir(parents=True)
     dictionary.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Ranks of any mesh read every row of a step once, and their replicas have as equal work as the planner finds."""
+"""Ranks of any mesh read every row of a step once, and replicas have as equal work as the planner can give them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plan_of_32(folder: Path, sizes: dict[str, int], microbatches: int, costs: Do
 
 
 def batches(plan: Plan, step: int) -> Iterator[Batch]:
-    """Of all ranks."""
+    """The batches of all ranks."""
     dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
     for rank in range(plan.mesh.size):
         loader = BatchLoader(plan, rank, dataset, torch.device("cpu"))

@@ -29,7 +29,7 @@ TRAINED = Counter[tuple[int, ...]]  # (token, target, position in its document, 
 
 
 def plan_of_32(folder: Path, sizes: dict[str, Any], packing: Packing) -> Plan:
-    """32 sequences of 16 tokens a step, whatever the mesh, in microbatches of a quarter of a replica's."""
+    """32 sequences of 16 tokens a step, whatever the mesh; a microbatch has a quarter of a replica's."""
     plan = plan_on_mesh(mixed(folder, packing), "1f1b", sizes)
     held = 32 // (4 * plan.batch.replicas) * 16 // plan.mesh.cp
     batch = replace(plan.batch, global_batch_size=32, sequence_length=16, capacity=-(-held * 5 // 16) * 4)
@@ -37,7 +37,7 @@ def plan_of_32(folder: Path, sizes: dict[str, Any], packing: Packing) -> Plan:
 
 
 def batches(plan: Plan, step: int) -> list[Batch]:
-    """Of all ranks."""
+    """The batches of all ranks."""
     dataset, found = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed), []
     for rank in range(plan.mesh.size):
         loader = BatchLoader(plan, rank, dataset, torch.device("cpu"))
@@ -47,7 +47,7 @@ def batches(plan: Plan, step: int) -> list[Batch]:
 
 
 def trained(plan: Plan, found: list[Batch]) -> TRAINED:
-    """The tokens with a target that the ranks with tp 0 and the last stage have."""
+    """The tokens with a target on the last stage's ranks with tp 0."""
     counts = TRAINED()
     for rank, batch in enumerate(found):
         at = plan.mesh.coordinates(rank)
@@ -96,7 +96,7 @@ def test_the_same_groups_are_read_again(folder: Path) -> None:
 
 
 def test_ten_thousand_short_documents_beside_one_that_three_ranks_share(tmp_path: Path) -> None:
-    """Also an empty one, and rows whose last documents leave remainders for the parts of a sequence."""
+    """Also an empty document, and rows whose last documents leave remainders for the parts of a sequence."""
     sizes = [3] * 5000 + [10_000, 1] + [3] * 4999
     plan = plan_of_documents(tmp_path, sizes, cp=3, rows=4, length=7500)
     found = batches(plan, 0)
@@ -107,7 +107,7 @@ def test_ten_thousand_short_documents_beside_one_that_three_ranks_share(tmp_path
 
 
 def test_tokens_are_contiguous_where_a_rank_has_nothing_but_its_part_of_a_document(tmp_path: Path) -> None:
-    """As kernels take them."""
+    """Kernels require it."""
     plan = plan_of_documents(tmp_path, [65, 65], cp=2, rows=1, length=64)
     shares = [tokens for batch in batches(plan, 0) for tokens in batch.tokens.values() if tokens.share is not None]
     assert [len(tokens.share.sequence.ranks) for tokens in shares if tokens.share] == [2, 2]
@@ -116,7 +116,7 @@ def test_tokens_are_contiguous_where_a_rank_has_nothing_but_its_part_of_a_docume
 
 
 def plan_of_documents(folder: Path, sizes: list[int], cp: int, rows: int, length: int) -> Plan:
-    """Documents of these sizes, in rows of so many tokens, on `cp` ranks that hold 1 / 1.25 of their tokens each."""
+    """Documents of these sizes in rows of `length` tokens, on `cp` ranks with room for 1.25 times an equal share."""
     random = np.random.default_rng(0)
     documents = [Document(np.append(random.integers(1, 257, n - 1), 0).astype(DTYPE), None) for n in sizes]
     corpus = folder / "corpus"

@@ -1,4 +1,4 @@
-"""Built-in corpora are built once and reused, even when processes race; sources that vanish, or do not go together."""
+"""Built-in corpora are built once and reused, even when processes race; sources that vanish or do not go together."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_racing_builds_return_the_same_corpus(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_source_that_vanishes_during_a_run_is_named(tmp_path: Path) -> None:
-    """What a rank has mapped it keeps; the sentence of any other shard ends the run."""
+    """A rank keeps what it has mapped; the first other shard that it reads ends the run with an error."""
     path = random_corpus(tmp_path / "corpus", 1, 400, 40)
     dataset = open_dataset(DataSpec((SourceSpec("gone", path),), str(tmp_path)), BatchSpec(4, 8, 1, 1), 300, 0)
     before = dataset.sample(0, 0)
@@ -142,7 +142,7 @@ def test_a_source_gives_at_least_a_sequence(three: Path) -> None:
 
 
 def test_what_is_held_out_has_at_least_a_sequence(three: Path) -> None:
-    """It is counted as it is evaluated; of a built-in corpus that is not built nothing is known."""
+    """Sequences are counted as they are evaluated; a built-in corpus that is not built yet has an unknown number."""
     path, length = str(three / "a"), 200
     held = EvalData("holdout", path, 0.01)
     with pytest.raises(

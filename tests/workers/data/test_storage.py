@@ -1,4 +1,4 @@
-"""A remote corpus is read as a local one is, and each block of it at most once over the network."""
+"""A remote corpus is read like a local one, and each block is fetched at most once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """(file, first byte, bytes) of every read of a part of a remote file."""
+    """(file, first byte, bytes) of every partial read of a remote file."""
     found, read_at = [], Folder.read_at
 
     def counted(self: Folder, file: str, at: int, size: int | None) -> bytes:

@@ -1,4 +1,4 @@
-"""Checkpoints of models that torch.distributed.checkpoint wrote: in, and out again, bit by bit."""
+"""Models in checkpoints of torch.distributed.checkpoint are imported, and exported again, bit for bit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @pytest.mark.parametrize("nested", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_dict_of_transformers_is_the_same_model(name: str, nested: bool, saved: Saved, tmp_path: Path) -> None:
-    """As torch holds it in memory: with experts in one tensor; alone, or beside other things."""
+    """As torch holds it in memory, with experts in one tensor; alone or among other values."""
     state = model_of(saved(name)).state_dict()
     whole = {"app": {"model": state, "step": torch.tensor(4), "text": "x"}} if nested else state
     done = import_dcp(save(whole, tmp_path / "dcp"), *described(saved(name)), target(tmp_path / "out"))
@@ -148,7 +148,7 @@ def test_torchtitans_names_are_refused_for_experts(saved: Saved, tmp_path: Path)
     "name", [pytest.param("llama-tied", marks=slow), "deepseek-v3", pytest.param("mixtral", marks=slow)]
 )
 def test_the_moments_of_torchs_adam_come_in_and_go_out(name: str, saved: Saved, tmp_path: Path) -> None:
-    """They are cut and reordered as the weights are: each is imported here as if it were weights."""
+    """They are cut and reordered like weights: the expected ones are imported as if they were weights."""
     model = model_of(saved(name))
     weights = model.state_dict()
     trained = dict(model.named_parameters())

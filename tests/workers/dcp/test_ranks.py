@@ -1,4 +1,4 @@
-"""What several processes save together with torch.distributed.checkpoint is read as one."""
+"""What several processes save together with torch.distributed.checkpoint is read as one checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that torch.distributed.checkpoint wrote are read bit by bit, and damaged files are named."""
+"""Tensors that torch.distributed.checkpoint wrote are read bit for bit, and damaged files are named."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_file_without_sharding_among_others_is_named(tmp_path: Path) -> None:
 
 
 def rewrite(path: Path, changes: dict[str, bytes | None], compress: int = zipfile.ZIP_STORED) -> bytes:
-    """The archive in a file of one tensor, with other members."""
+    """The archive in a one-tensor file, with members replaced, added or (None) removed."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     members |= {f"archive/{name}": content for name, content in changes.items() if content is not None}
@@ -113,7 +113,7 @@ def rewrite(path: Path, changes: dict[str, bytes | None], compress: int = zipfil
 
 
 def data_pickle(sizes: bytes, strides: bytes, count: int = 6) -> bytes:
-    """What torch.save writes of a float32 tensor: with these pickled sizes and strides."""
+    """What torch.save writes for a float32 tensor, with these pickled sizes and strides."""
     storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK%ctQ"
     start = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage.replace(b"%c", bytes([count]))
     return start + b"K\x00" + sizes + strides + b"\x89ccollections\nOrderedDict\n)RtR."
@@ -193,7 +193,7 @@ def test_a_file_outside_the_folder_is_never_read(file: str, tmp_path: Path) -> N
 
 
 class Named(StreamTransformExtension):
-    """Says that it changed the bytes."""
+    """An extension that claims to have changed the bytes."""
 
     @staticmethod
     def registry_name() -> str:

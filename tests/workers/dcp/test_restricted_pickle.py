@@ -1,4 +1,4 @@
-"""Pickles of checkpoints are read, and nothing that any other pickle asks for is done."""
+"""Pickles of checkpoints are read, and nothing that any other pickle asks for is executed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN: Any = st.recursive(
 
 
 class Calls:
-    """Pickles as a call."""
+    """Is pickled as a call."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.call = function, arguments

@@ -33,7 +33,7 @@ FACTS = GpuFacts(
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Fakes NVML; functions in the result fail."""
+    """Fakes NVML; functions whose names are added to the result fail."""
     names: set[str] = set()
 
     def fake(name: str) -> Callable[..., Any]:

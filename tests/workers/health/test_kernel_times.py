@@ -1,4 +1,4 @@
-"""What implementations take, and that the timed calls are those of runs."""
+"""The times of implementations, and that the timed calls are those of runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _times: TypeAdapter[KernelTimes] = TypeAdapter(KernelTimes)
 
 
 def test_each_implementation_is_timed_while_it_alone_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the key that the planner gives ranks; then all is as before."""
+    """It is chosen by the key that the planner gives to ranks; afterwards the earlier choice is back."""
     used, done = list[KernelsInUse](), list[None]()
 
     def use(kernels: KernelsInUse) -> KernelsInUse:

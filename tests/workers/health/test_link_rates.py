@@ -1,4 +1,4 @@
-"""Copies between the ranks of a host are measured together: nobody waits for what its peers do not do."""
+"""Copies between the ranks of a host are measured together: no rank waits for something that its peers do not do."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ RANKS, SIZES = 3, (2**6, 2**9)
 
 
 class Host:
-    """Threads pass for ranks; their flags and memory are in one process."""
+    """A host whose ranks are threads, with flags and memory in one process."""
 
     def __init__(self) -> None:
         self.flags: dict[Hashable, int] = {}
         self.memory: dict[int, dict[str, Tensor]] = {}
         self.changed, self.open = threading.Condition(), 0
-        self.copied: list[tuple[int, int]] = []  # a peer and the elements read from it or written to it
+        self.copied: list[tuple[int, int]] = []  # peer, and elements read from or written to it
 
     def share(self, store: object, name: str, rank: int, tensors: dict[str, Tensor], peers: list[int]) -> Any:
         self.memory[rank] = tensors
@@ -90,7 +90,7 @@ def test_ranks_copy_in_turn_and_each_kind_is_measured_at_each_size(host: Host) -
         for kind, points in timings.items():
             assert [size for size, _ in points] == [size * (1 if kind == "send" else share) for size in SIZES]
     assert host.open == 0, "memory and flags are given back"
-    for peer in range(RANKS):  # of two kinds that read a part of both others and one that writes everything, twice each
+    for peer in range(RANKS):  # two kinds read a part of both others, one writes everything, each twice
         counts = [count for other, count in host.copied if other == peer]
         expected = [each for size in SIZES for each in [size // 4 // RANKS] * 8 + [size // 4] * 2]
         assert sorted(counts) == sorted(expected)

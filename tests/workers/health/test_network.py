@@ -1,4 +1,4 @@
-"""The network between nodes: everybody meets everybody, and a slow one is told from its partners."""
+"""The network between nodes: all pairs are measured, and a slow node is told apart from its partners."""
 
 import pytest
 from network_ranks import measure_all

@@ -1,4 +1,4 @@
-"""SmolLM2-135M learns to answer in a form, by the commands of docs/fine-tuning.md, and keeps to it elsewhere."""
+"""SmolLM2-135M learns a form of answers by the commands of docs/fine-tuning.md, and keeps to it on unseen topics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pentad.orchestrator.cli.cli import main
 
-# That of SmolLM2-135M-Instruct, without its first lines for conversations that have no system turn.
+# The template of SmolLM2-135M-Instruct without its first lines, which are for conversations without a system turn.
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.realmodel, pytest.mark.timeout(SECONDS)]
 
 @pytest.fixture(autouse=True)
 def more_time_than_other_tests() -> None:
-    """pytest's own watchdog, which it stops after the test, ends the run after `faulthandler_timeout`."""
+    """Postpones pytest's watchdog (`faulthandler_timeout`), which pytest stops after the test."""
     faulthandler.dump_traceback_later(SECONDS + 60, exit=True, file=2)
 
 

@@ -38,7 +38,7 @@ MESHES: list[Any] = [
 
 
 class Trained(NamedTuple):
-    """What transformers started from, as an imported checkpoint, and the losses and norms of its steps."""
+    """The imported checkpoint from which transformers started, and the losses and gradient norms of its steps."""
 
     folder: Path
     spec: ModelSpec
@@ -48,7 +48,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    """Conversations of up to three turns, packed; only what the assistant says counts."""
+    """Conversations of up to three turns, packed; only the assistant's turns are targets."""
     folder, random = tmp_path_factory.mktemp("chats"), np.random.default_rng(0)
 
     def text() -> str:
@@ -100,7 +100,7 @@ def test_losses_are_those_of_transformers(fleet, chats, trained, family, name, s
 
 
 def unbalanced(model: ModelSpec) -> ModelSpec:
-    """Without the loss that balances experts, which transformers adds only where it returns the router's logits."""
+    """`model` without the balancing loss, which transformers adds only where it returns the router's logits."""
     return model if model.experts is None else replace(model, experts=replace(model.experts, aux_loss_coef=0.0))
 
 
@@ -113,7 +113,7 @@ def plan_on(chats: DataSpec, model: ModelSpec, name: str, sizes: dict[str, int],
 
 
 def train_with_transformers(model: torch.nn.Module, plan: Plan) -> tuple[list[float], list[float]]:
-    """(losses, gradient norms): AdamW decays matrices alone; a loss is the mean over a step's counting tokens."""
+    """(losses, gradient norms): AdamW decays matrices only; a loss is the mean over a step's targets."""
     spec, losses, norms = plan.optimizer, [], []
     dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
     decayed = [each for each in model.parameters() if each.dim() > 1]
@@ -138,7 +138,7 @@ def train_with_transformers(model: torch.nn.Module, plan: Plan) -> tuple[list[fl
 
 
 def mean_loss(model: torch.nn.Module, batch: GlobalBatch) -> torch.Tensor:
-    """With an explicit mask [B, 1, S, S] and positions that start again in every document."""
+    """The loss of transformers, with an explicit mask [B, 1, S, S] and positions that restart in every document."""
     positions = torch.arange(LENGTH)
     same = batch.documents[:, :, None] == batch.documents[:, None, :]
     seen = same & (positions[:, None] >= positions)

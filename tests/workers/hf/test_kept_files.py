@@ -35,7 +35,7 @@ WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """As transformers 5 writes it, with keys that pentad does not know."""
+    """A config.json as transformers 5 writes it, with keys that pentad does not know."""
     family, values = hf_models.MODELS[name]
     made = getattr(transformers, f"{family}Config")(
         **values, architectures=[f"{family}ForCausalLM"], eos_token_id=[7, 9], bos_token_id=3
@@ -61,7 +61,7 @@ def test_old_spellings_stay_old() -> None:
 
 
 def test_only_longer_sequences_change_the_positions_and_no_rope_with_them() -> None:
-    config = config_of("llama-yarn")  # its scaling would take its original length from the positions
+    config = config_of("llama-yarn")  # without the key, its scaling would take its original length from the positions
     del config["rope_parameters"]["original_max_position_embeddings"]
     family, model = parse_config(config)
     assert update_config(config, family, model, positions=64, dtype="float32")["max_position_embeddings"] == 64

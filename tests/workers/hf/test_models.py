@@ -121,7 +121,7 @@ def test_imported_and_exported_files_are_the_same(case: Callable[[str], Case], n
     assert_same_state(model, it.reference)
     with torch.no_grad():
         found, expected = model(tokens).logits, it.reference(tokens).logits
-    assert relative_error(found, expected) < 1e-6  # half-split: another order of the same sum
+    assert relative_error(found, expected) < 1e-6  # half-split rows: the same sum in another order
     if name != "deepseek-v3-halves":
         assert torch.equal(found, expected)
 

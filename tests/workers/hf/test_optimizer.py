@@ -20,7 +20,7 @@ from pentad.workers.checkpoint.shards import read, write_shard
 
 
 def with_moments(folder: Path, step: int, weights: dict[str, torch.Tensor], meta: dict[str, int] | None = None) -> Path:
-    """A checkpoint of weights with moments, all random."""
+    """A checkpoint of `weights` and random moments."""
     moments = {
         name.replace("model.", f"optimizer.{kind}.", 1): torch.randn_like(tensor)
         for kind in "mv"

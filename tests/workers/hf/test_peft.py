@@ -1,4 +1,4 @@
-"""LoRA against PEFT: adapters that it saved, the losses of training, and what it loads and merges of an export."""
+"""LoRA against PEFT: importing its adapters, the losses of training, and loading and merging an export with it."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def refused_adapter(folder: Path, model: ModelSpec, lora: LoraSpec, sentence: st
 def saved_by_peft(
     model: torch.nn.Module, lora: LoraSpec, folder: Path, dtype: torch.dtype = torch.float32
 ) -> peft.PeftModel:
-    """The model with random adapters, B included, which PEFT has saved to a folder."""
+    """The model with random adapters, B included, saved to `folder` by PEFT."""
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=int(lora.alpha),
@@ -244,7 +244,7 @@ def request_of(imported: Imported) -> ExportRequest:
 
 
 def without_balancing(model: ModelSpec) -> ModelSpec:
-    """As transformers trains it unless asked for the routers' logits."""
+    """`model` as transformers trains it unless asked for the routers' logits."""
     if model.experts is None:
         return model
     return replace(model, experts=replace(model.experts, aux_loss_coef=0.0, bias_update_rate=0.0))

@@ -54,7 +54,7 @@ def test_names_and_shapes_of_a_llama_are_those_of_a_rank(tmp_path: Path) -> None
 def test_the_balance_loss_of_an_import_is_that_of_transformers(
     name: str, layers: int, even: bool, tmp_path: Path
 ) -> None:
-    """Of one layer exactly; of several where they route alike: transformers multiplies means over all layers."""
+    """Exactly so for one layer, and for several that route alike: transformers multiplies means over all layers."""
     model, shape, tensors = imported(name, tmp_path, num_hidden_layers=layers, router_aux_loss_coef=0.25)
     assert shape.experts is not None
     if even:

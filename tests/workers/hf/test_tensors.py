@@ -1,4 +1,4 @@
-"""Import and export hold at most two tensors in memory, and change none."""
+"""Import and export hold at most two tensors in memory and change none."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_fp8_blocks_are_read_with_their_scales(saved, tmp_path: Path) -> None:
 
 
 def test_mxfp4_experts_are_those_that_transformers_unpacks(tmp_path: Path) -> None:
-    """All bytes, and exponents from the smallest that float32 holds with every value to large ones."""
+    """All bytes, and exponents from the smallest whose values are all exact in float32 to large ones."""
     files = hf_models.save(hf_models.make("gpt-oss", intermediate_size=64), tmp_path / "files")
     generator = torch.Generator().manual_seed(0)
     stored, expected = load_file(files / SINGLE), load_file(files / SINGLE)
@@ -117,7 +117,7 @@ def test_mxfp4_has_no_partial_blocks(inputs: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3", "mixtral"])
 def test_what_is_written_in_8_bits_is_read_back(saved, tmp_path: Path, name: str) -> None:
-    """Each projection to half a step of its block's scale, all else as in bfloat16; by transformers, too."""
+    """Each projection to half a step of its block's scale, all else as in bfloat16; transformers reads the same."""
     done = take(saved(name), tmp_path / "checkpoint")
     give(done.folder, tmp_path / "wide", done.family, done.model, dtype="bfloat16")
     give(done.folder, tmp_path / "eight", done.family, done.model, dtype="fp8")

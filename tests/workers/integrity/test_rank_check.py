@@ -81,7 +81,7 @@ def test_frozen_experts_without_adapters_are_gathered_where_ranks_copy(workers, 
     ],
 )
 def test_a_flipped_bit_in_the_state_of_one_rank_is_found(workers, corpus, case, rank, where, expected):
-    """Where only two hold the same, nothing says which of them is right. Norms are on all tp ranks."""
+    """If only two ranks hold the same, nothing says which of them is right. Norms are on all tp ranks."""
     verdict = verdict_after(workers, plan_for(case, corpus), rank, where)
     assert verdict is not None and verdict.what.startswith(expected.what)
     assert verdict == expected._replace(what=verdict.what)
@@ -101,7 +101,7 @@ def test_a_flipped_bit_in_the_state_of_one_rank_is_found(workers, corpus, case, 
     ],
 )
 def test_a_flipped_bit_in_a_result_of_one_rank_is_found(workers, corpus, case, rank, where, kind, ranks):
-    """A wrong result that comes once names the rank; one that always comes does where a majority knows better."""
+    """A wrong result that occurs once names the rank; one that always occurs does so only if a majority disagrees."""
     verdict = verdict_after(workers, plan_for(case, corpus), rank, where)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == (kind, ranks)

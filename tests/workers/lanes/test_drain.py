@@ -20,7 +20,7 @@ from pentad.workers.runtime.runner import Runner
 
 
 class Counts:
-    """Of instructions that end at these times, in seconds after the first look."""
+    """Counters of instructions that end at these times, in seconds after the first look."""
 
     def __init__(self, ends: list[float]) -> None:
         self.ends, self.started = ends, 0.0
@@ -31,7 +31,7 @@ class Counts:
 
 
 def step(*computed: float, sent: float = 0.0) -> Any:
-    """With instructions of this many seconds."""
+    """A step whose instructions took this many seconds."""
     spans = [*(("compute", seconds) for seconds in computed), ("send 1", sent)]
     return SimpleNamespace(spans=[SimpleNamespace(lane=lane, start=1.0, end=1.0 + size) for lane, size in spans])
 
@@ -42,7 +42,7 @@ def step(*computed: float, sent: float = 0.0) -> Any:
     [
         ([], 0.01, 0.1),
         ([0.06, 0.12], 0.01, 0.22),
-        ([0.25, 0.5], 0.25, 0.875),  # computes, although nothing ends for longer than QUIET_SECONDS
+        ([0.25, 0.5], 0.25, 0.875),  # still computes, although nothing ends for longer than QUIET_SECONDS
         ([], 100.0, 1.2),
         ([0.03 * n for n in range(90)], 0.01, 1.2),
     ],

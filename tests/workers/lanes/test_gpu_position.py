@@ -1,4 +1,4 @@
-"""What a GPU is said to be at, from how much of each lane it has completed."""
+"""The instruction at which a GPU is reported, from how much of each lane it has completed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ compiled = cache(compile_program)
 
 
 def lanes_with(steps: list[list[Instruction]], completed: dict[str, int]) -> CudaStreams:
-    """Lanes that were given the instructions of these steps, and have completed so many."""
+    """Lanes to which the instructions of these steps were issued, and the number that each lane has completed."""
     issued = Counter(part.lane for step in steps for part in step)
     lanes, progress = CudaStreams.__new__(CudaStreams), GpuProgress.__new__(GpuProgress)
     streams: dict[str, Any] = dict.fromkeys(sorted(issued))

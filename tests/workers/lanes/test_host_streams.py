@@ -1,5 +1,5 @@
-"""What a CPU rank's thread waits for a core is counted: with the instruction, between instructions, and not twice.
-An abort may leave a wait behind, and nothing else."""
+"""A CPU rank's waits for a core are counted once, within an instruction or between two. An abort may abandon a wait,
+and nothing else."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_a_thread_waits_for_a_core_is_counted_where_it_happens(clock: Clock
 
 
 def test_what_needs_no_communication_is_not_waited_for(clock: Clock) -> None:
-    """Reading clocks took 1 % of a small model's steps, and was shown as communication of meshes that have none."""
+    """Reading clocks takes 1 % of a small model's step, and would appear as communication on meshes without any."""
     lanes = HostStreams()
     lanes.begin_step()
     with lanes.issue(PART):
@@ -74,7 +74,7 @@ def test_what_needs_no_communication_is_not_waited_for(clock: Clock) -> None:
 
 
 def test_a_transfer_ends_when_its_waiter_could_run_again(clock: Clock) -> None:
-    """The seconds without a core after that are not the link's."""
+    """Waiting for a core after that is not the link's time."""
     lanes, receive = HostStreams(), Instruction(Op.RECV_F, stage=1, microbatch=0, peer=0)
     lanes.begin_step()
     with lanes.issue(receive):

@@ -1,5 +1,5 @@
-"""Steps that are launched as an earlier one was captured have the bits of steps that are issued, as long as what is
-captured refers to nothing that another step would find elsewhere or changed."""
+"""Steps launched as an earlier one was captured have the bits of issued steps, as long as nothing that a graph refers
+to has moved or changed since."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pentad.workers.runtime.runner import Runner
 pytestmark = pytest.mark.timeout(180)
 slow = pytest.mark.slow
 ZERO_3 = MemoryOptions(zero=3)
-STEPS = 9  # two of each buffer are issued and captured, the others launched
+STEPS = 9  # for each of two buffers one is issued and one captured; the others are launched
 CASES: list[Any] = [
     pytest.param("1f1b", {"pp": 2, "microbatches": 4}, marks=slow),
     ("zb-h2", {"dp": 2, "pp": 2, "microbatches": 2}),
@@ -55,7 +55,7 @@ def test_launched_steps_have_the_bits_of_issued_ones(fleet, corpus, name: str, s
 
 
 def test_graphs_are_freed_before_communicators_are_closed(corpus, tmp_path) -> None:
-    """NCCL waits for those that have its kernels."""
+    """NCCL waits for graphs that contain its kernels."""
     runner, memory = Runner(plan_of("1f1b", 1, 1, 2, corpus), 0, tmp_path / "progress"), RecordedMemory()
     try:
         runner.connect(runner.serve("127.0.0.1", 30), 30)
@@ -75,7 +75,7 @@ def test_graphs_are_freed_before_communicators_are_closed(corpus, tmp_path) -> N
 
 
 class FakeGraph:
-    """Of torch: `replay` takes until `finish`, and both are called without the GIL."""
+    """A torch graph whose `replay` takes until `finish`; torch calls it and `reset` without the GIL."""
 
     def __init__(self) -> None:
         self.calls, self.finish = list[str](), threading.Event()
@@ -90,8 +90,8 @@ class FakeGraph:
 
 
 def test_graphs_are_freed_after_the_launch_under_way_and_captured_no_more() -> None:
-    """By torch's `reset`: its destructor waits with the GIL for kernels that end only once another thread has aborted
-    their communicator."""
+    """They are freed by torch's `reset`: its destructor would hold the GIL while it waits for kernels that end only
+    once another thread has aborted their communicator."""
     with patch.multiple(torch.cuda, MemPool=Mock, CUDAGraph=FakeGraph):
         memory = CudaGraphMemory()
         graph, late = memory.graph(), memory.graph()

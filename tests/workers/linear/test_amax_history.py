@@ -1,4 +1,4 @@
-"""Delayed scaling of one rank: which maxima scale a cast, and when they become others."""
+"""Delayed scaling on one rank: which maxima scale a cast, and when they change."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def amaxes(history: AmaxHistory, name: str = "w") -> list[float]:
 
 @pytest.mark.parametrize("role", ["activation", "gradient"])
 def test_a_cast_is_scaled_by_the_largest_of_all_of_the_step_before(role: Role) -> None:
-    """The first step's are scaled by their own; later values that are larger saturate."""
+    """Casts of the first step are scaled by their own maximum; larger values in later steps saturate."""
     casts, history = casts_of("w")
     steps = [[torch.randn(128, 256) * size for size in sizes] for sizes in ((1.0, 3.0, 2.0), (5.0, 0.1), (1.0,))]
     before: Tensor | None = None
     for operands in steps:
         casts.begin_step(None)
-        assert not history.is_known  # as the other operand has no maximum
+        assert not history.is_known  # the other operand has no maximum
         for x in operands:
             found = casts.cast(x, role, "w", WHOLE)
             scaled_by = x.abs().amax().view(1, 1) if before is None else before

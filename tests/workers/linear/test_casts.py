@@ -1,4 +1,4 @@
-"""Which GPUs multiply in 8 bits, and what casts agree on."""
+"""Which GPUs multiply in 8 bits, and what ranks agree on before they cast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_rank_refuses_a_gpu_without_the_products_of_its_recipe(
 
 
 class Doubling(RowGroup):
-    """A group of which others have twice the maximum."""
+    """A group in which another rank has twice the maximum."""
 
     def maximum(self, values: torch.Tensor) -> AsyncResult[torch.Tensor]:
         return ready(2 * values)
@@ -44,7 +44,7 @@ class Doubling(RowGroup):
 
 @pytest.mark.parametrize(("rows", "columns"), [(True, False), (False, True), (True, True)])
 def test_ranks_agree_on_the_maxima_of_the_forms_that_are_cast(rows: bool, columns: bool) -> None:
-    """Of rows with those that have other features, of columns with those that have other tokens."""
+    """Row maxima with ranks that hold other features, column maxima with ranks that hold other tokens."""
     x = torch.randn(128, 256)
     found = SplitOver(RowGroup(), Doubling()).amax(x, Recipe("row"), rows=rows, columns=columns)
     assert found is not None

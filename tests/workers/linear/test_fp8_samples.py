@@ -1,4 +1,4 @@
-"""What is counted of operands in 8 bits."""
+"""What is counted in 8-bit operands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pentad.workers.linear.fp8_samples import Fp8Samples, counts_of
 def test_counts_are_those_of_the_values(
     monkeypatch: pytest.MonkeyPatch, scaling: Scaling, gradients: Literal["e4m3", "e5m2"]
 ) -> None:
-    """Whatever part of them is looked at at once."""
+    """Whatever the size of the chunks that are counted at once."""
     operand = quantize(torch.randn(256, 384) * torch.logspace(-6, 3, 384), Recipe(scaling, gradients), "gradient")
     values, dense = operand.values.float(), operand.dequantize(torch.float64)
     largest = torch.finfo(operand.values.dtype).max
@@ -36,7 +36,7 @@ def test_counts_are_those_of_the_values(
 
 
 class LargestResult(TorchDispatchMode):
-    """The most elements that an operation has made."""
+    """The number of elements in the largest result of an operation."""
 
     elements = 0
 

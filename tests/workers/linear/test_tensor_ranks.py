@@ -1,5 +1,5 @@
-"""Products that tensor ranks share: those beside which messages travel have the bits of those that wait for them, in
-8 bits too, and every message begins before the product that it needs last or hides behind."""
+"""Products that tensor ranks share: overlapped with messages they have the same bits as when they wait for them, in 8
+bits too, and every message begins before the product that hides it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 CPU = torch.device("cpu")
-# Sums in float64 of products of such numbers are exact, in whatever order.
+# In float64 the sums of products of such numbers are exact in any order.
 RECIPES = {
     "block": Recipe("block", power_of_two=True),
     "row": Recipe("row", "e5m2", power_of_two=True),
@@ -88,7 +88,7 @@ def test_products_over_ranks_equal_those_of_one(count: int) -> None:
 def test_products_in_8_bits_have_the_bits_of_those_that_wait(
     monkeypatch: pytest.MonkeyPatch, name: str, count: int
 ) -> None:
-    """And the operands of W, the maxima that are recorded and what is sampled."""
+    """So have the operands of W, the recorded maxima and the samples."""
     results = []
     for rows in (1, 10**6):
         monkeypatch.setattr(tensor_parallel, "SPLIT_ROWS", rows)
@@ -100,7 +100,7 @@ def test_products_in_8_bits_have_the_bits_of_those_that_wait(
 
 
 def products(tp: TensorParallelGroup, name: str) -> list[torch.Tensor]:
-    """All products of both kinds of matrices, whose input has 2 tiles of tokens a rank and 3 of features."""
+    """All products of a column-parallel and a row-parallel matrix, with 2 tiles of tokens a rank and 3 of features."""
     count, rank, axes = tp.size, tp.rank, Axes(tp, ContextParallelGroup())
     tokens, wide, narrow = 2 * count * TILE, 3 * TILE, TILE
     casts = casts_of(name)
@@ -132,7 +132,7 @@ def products(tp: TensorParallelGroup, name: str) -> list[torch.Tensor]:
 
 
 def casts_of(name: str) -> Casts:
-    """`delayed` with maxima of a step before that are less than those of this one."""
+    """`delayed` has maxima of an earlier step that are less than those of this one."""
     history = AmaxHistory(["column", "row"], CPU) if name.startswith("delayed") else None
     if history is not None and name == "delayed":
         history.load({each: torch.full((2,), 1.5) for each in history.by_name})
@@ -140,7 +140,7 @@ def casts_of(name: str) -> Casts:
 
 
 class LoggedRows:
-    """Rows of two ranks, of which this one is the first, that log what begins and what is awaited."""
+    """The rows of two ranks, of which this is the first; logs what begins and what is awaited."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -193,7 +193,7 @@ def test_own_rows_are_multiplied_while_others_arrive_and_last_while_a_peer_reads
     normed = column.input(axes, own, rows=True)
     row.forward(axes, x)  # casts the weights
     column.input_grad(axes, dy)
-    messages = 2 if name in ("block", "row") else 1  # scales travel by themselves
+    messages = 2 if name in ("block", "row") else 1  # scales are a message of their own
     agreed = ["gather of one", "wait"] if name in ("tensor", "delayed, first step") else []
     arrive = [*["gather"] * messages, "product", *["wait"] * messages, "product"]
     runs: list[tuple[Callable[[], AsyncResult[Any]], list[str]]] = [

@@ -1,5 +1,5 @@
-"""Logits in chunks of rows: nothing of the size of the vocabulary outlives a chunk, and tensor ranks get what kept
-logits give, while rows of chunks travel."""
+"""Logits in chunks of rows: nothing as wide as the vocabulary outlives a chunk, and tensor ranks get what kept logits
+give, while they exchange the rows of chunks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 from pentad.workers.params.param_buffers import Unwritten
 
 LOSS = TokenLoss(0.5, z_loss=0.1)
-ROWS = 6  # of a chunk, of 16 tokens
-VOCAB = 320  # no other width of these models
+ROWS = 6  # in a chunk, of 16 tokens
+VOCAB = 320  # unlike any other width in these models
 MODELS = {
     "llama": replace(MODEL, layers=2, vocab=VOCAB),
     "mtp": replace(FAMILIES["deepseek with mtp"], layers=2, vocab=VOCAB),
@@ -37,8 +37,7 @@ MODELS = {
 
 
 class Watch(TorchDispatchMode):
-    """The most rows [rows, V] of a tensor, and which of those are alive; without views of the `weights`, which are
-    given as addresses."""
+    """Records the most rows of a [rows, V] tensor, and which are alive; not those at the addresses `weights`."""
 
     def __init__(self, width: int, weights: set[int]) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class Watch(TorchDispatchMode):
 
 
 def rows_made(plan: Plan, stage: Stage) -> list[int]:
-    """The most rows [rows, V / tp] at once in F, RECOMPUTE, B and W."""
+    """The most rows of a tensor [rows, V / tp] in F, RECOMPUTE, B and W."""
     tokens, found, width = torch.arange(plan.slice_tokens) % VOCAB, list[int](), plan.model.vocab // plan.mesh.tp
     weights = {buffers.parameters.compute.untyped_storage().data_ptr() for buffers in stage.param_buffers}
     mtp = tokens.expand(plan.model.mtp_layers, -1) if plan.model.mtp_layers else None

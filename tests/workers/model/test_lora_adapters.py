@@ -16,11 +16,11 @@ from pentad.workers.params.param_buffers import Unwritten
 SCALE = 0.5
 CONTEXT: Any = SimpleNamespace(lora_scale=SCALE)
 ROWS, K, N, RANK = 7, 5, 6, 2
-ENDS = [3, 3, 7]  # of the rows of three experts, one of which has none
+ENDS = [3, 3, 7]  # ends of the rows of three experts, one of which has none
 
 
 def matrices(*shape: int) -> Params:
-    """A and B of a module, with gradients that hold something already."""
+    """A and B of a module, with gradients that are not zero before."""
     sizes = {"attn.q.lora_A": (*shape, RANK, K), "attn.q.lora_B": (*shape, N, RANK)}
     return {name: Param(torch.randn(size), torch.ones(size)) for name, size in sizes.items()}
 
@@ -36,7 +36,7 @@ def autograd(params: Params, x: Tensor, out: Tensor, dout: Tensor, ends: list[in
 
 
 def check(params: Params, expected: tuple[Tensor, ...], found: tuple[Tensor, Tensor]) -> None:
-    """Of what was added, the gradient of x, and what W has added to those of A and B."""
+    """Compares what was added, the gradient of x, and what W has added to the gradients of A and B."""
     for value, other in zip(found, expected[:2], strict=True):
         torch.testing.assert_close(value, other)
     for param, other in zip(params.values(), expected[2:], strict=True):
@@ -64,7 +64,7 @@ def test_a_module_without_an_adapter_is_left_alone() -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_the_adapters_of_experts_have_the_gradients_of_autograd(in_order: bool) -> None:
-    """Rows of a batch are those of their experts in order, or are found by their indices."""
+    """The rows of a batch are in the order of their experts, or are found by their indices."""
     params, out, dout = matrices(3), torch.randn(ROWS, N), torch.randn(ROWS, N)
     batch, indices = torch.randn(ROWS, K), torch.randperm(ROWS, dtype=torch.int32)
     x, offsets = batch if in_order else batch[indices.long()], torch.tensor(ENDS, dtype=torch.int32)

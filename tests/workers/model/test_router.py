@@ -139,7 +139,7 @@ def test_the_balancing_loss_is_that_of_transformers() -> None:
     logits = (x @ weight.T).requires_grad_()
     theirs = load_balancing_loss_func((logits,), 8, 2)
     assert isinstance(theirs, torch.Tensor)
-    expected = 0.5 * theirs / 2  # theirs adds up the choices of a token
+    expected = 0.5 * theirs / 2  # theirs adds up the choices of each token
     routing = router.route(x, weight, None, shape)
     assert torch.allclose(aux_loss(routing, shape), expected.detach())
     (dlogits,) = torch.autograd.grad(expected, logits)
@@ -148,7 +148,7 @@ def test_the_balancing_loss_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_the_z_loss_has_the_gradient_of_autograd(scoring) -> None:
-    """Of ST-MoE, arXiv 2202.08906, eq. 5, even where sigmoids are saturated."""
+    """The loss of ST-MoE (arXiv 2202.08906, eq. 5), also where sigmoids are saturated."""
     shape = Experts(num_experts=8, top_k=2, intermediate_size=1, router_z_loss_coef=0.3, scoring_func=scoring)
     x, weight = 9 * torch.randn(TOKENS, HIDDEN, dtype=torch.float64), torch.randn(8, HIDDEN, dtype=torch.float64)
     logits = (x @ weight.T).requires_grad_()

@@ -1,4 +1,4 @@
-"""A stage that runs sequences in slices computes what it computes for uncut ones."""
+"""A stage that runs sequences in slices computes what it computes for entire ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def stages_of(
 
 
 def cut(full: torch.Tensor, slices: int) -> list[torch.Tensor]:
-    """[ROWS x LENGTH, ...] by slice, rows one after another."""
+    """[ROWS x LENGTH, ...] cut into slices, each with its rows one after another."""
     size = LENGTH // slices
     rows = full.view(ROWS, LENGTH, *full.shape[1:])
     return [rows[:, k * size : (k + 1) * size].flatten(0, 1).contiguous() for k in range(slices)]
@@ -122,7 +122,7 @@ def test_interleaved_microbatches_have_separate_kv_caches(corpus: str) -> None:
 
 
 def test_gradients_of_cached_keys_accumulate_in_float32(corpus: str) -> None:
-    """Every slice adds to those of the first one, which are rounded to bfloat16 once."""
+    """Later slices add to the gradients of earlier keys, which are rounded to bfloat16 once."""
     first, last = stages_of(corpus, 4, dtype="bfloat16")
     tokens, targets = torch.randint(MODEL.vocab, (2, ROWS * LENGTH))
     for k, (token_slice, target_slice) in enumerate(zip(cut(tokens, 4), cut(targets, 4), strict=True)):

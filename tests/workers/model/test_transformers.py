@@ -63,7 +63,7 @@ def run_transformers(name: str, corpus: str, folder: Path) -> Theirs:
     gradients = {
         key.removeprefix("model."): tensor for key, tensor in tensors.items() if not key.endswith("experts.bias")
     }
-    # Biases that do not move count all the same.
+    # Biases affect the routing even if they are not updated.
     experts = imported.model.experts and replace(imported.model.experts, aux_loss_coef=0.0, bias_update_rate=0.0)
     return Theirs(replace(imported.model, experts=experts), imported.folder, logits.detach(), loss.item(), gradients)
 

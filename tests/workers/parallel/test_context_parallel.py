@@ -21,7 +21,7 @@ from pentad.workers.parallel.document_mask import plan_steps
 pytestmark = pytest.mark.timeout(60)
 METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
-# Documents of 3 rows of 32 tokens: over several chunks, at borders of chunks, inside a chunk, of one token.
+# Documents in 3 rows of 32 tokens: over several chunks, up to borders of chunks, inside a chunk, of one token.
 PACKED = ((0, 8, 16, 24), (0, 3, 4, 5, 7, 19), (0, 30, 31))
 SHAPES = {
     "equal heads": Case(2, "ring", batch=1, heads=4, kv_heads=4),
@@ -57,7 +57,7 @@ def assert_equals_plain_attention(ranks: Ranks, case: Case, bound: float) -> Non
     answers = ranks.run(case)
     for found, expected in zip(case.join([answer.parts for answer in answers]), case.expected(), strict=True):
         assert relative_error(found, expected) < bound
-    assert all(answer.buffers <= 2 for answer in answers)  # of keys, besides the rank's own
+    assert all(answer.buffers <= 2 for answer in answers)  # key buffers, besides the rank's own
 
 
 @pytest.mark.sampled(32)
@@ -85,7 +85,7 @@ def test_one_rank_with_windows_soft_caps_and_sinks_equals_plain_attention(shape)
 
 @given(window=st.integers(2, 40), cp=st.integers(2, 4), starts=st.sets(st.integers(1, 47)))
 def test_every_pair_within_a_window_is_in_one_block(window, cp, starts):
-    """Of the queries of all ranks: the union of their blocks is the mask, and no two of them overlap."""
+    """Over all ranks and steps the blocks make up the mask without overlap."""
     length, rows = 48, (0, *sorted(starts))
     index = document_indices((rows,), length)[0]
     place = torch.arange(length)
@@ -99,7 +99,7 @@ def test_every_pair_within_a_window_is_in_one_block(window, cp, starts):
             for at in blocks:
                 q, k = held[rank][at.queries], held[(rank - step) % cp][at.keys]
                 options = AttentionOptions(at.causal, 1.0, True, at.lengths, window_left=at.window_left)
-                if at.lengths is not None:  # as the flash kernels want it
+                if at.lengths is not None:  # as the flash kernels require
                     assert all(type(longest) is int for longest in at.lengths.max_seqlens)
                     assert at.lengths.cu_seqlens_q.is_contiguous() and at.lengths.cu_seqlens_k.is_contiguous()
                 visible = _visible(torch.empty(1, 1, len(q), 1), torch.empty(1, 1, len(k), 1), options)
@@ -165,7 +165,7 @@ ROWS = {
     ],
 )
 def test_ten_thousand_documents_a_row_are_exact(ranks, method, rows):
-    """Each of one token returns its value; the others are computed by themselves."""
+    """Documents of one token return their value; longer ones equal dense attention per document."""
     case = Case(4, method, kv_heads=4, length=MANY, documents=(ROWS[rows],))
     q, k, v, dout = case.inputs()
     expected = [v.clone(), torch.zeros_like(q), torch.zeros_like(k), dout.clone()]

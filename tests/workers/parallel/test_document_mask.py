@@ -1,4 +1,4 @@
-"""Runs of packed segments: what they hold, and that attention run by run is attention of all segments at once."""
+"""Runs of packed segments: what they hold, and that attention run by run equals attention of all segments at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of a generation that was aborted are given up without a wait for their threads."""
+"""Groups of an aborted generation are given up without waiting for their threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pentad.workers.parallel import process_groups
 pytestmark = pytest.mark.timeout(30)
 WORKERS = Path(process_groups.__file__).parents[1]
 COLLECTIVES = "all_reduce", "broadcast", "all_to_all_single", "all_gather", "reduce_scatter", "barrier", "send", "recv"
-UNFENCED = {"health", "parallel/process_groups.py"}  # not of a run, or of NCCL
+UNFENCED = {"health", "parallel/process_groups.py"}  # not part of a run, or for NCCL
 
 
 class Group:
@@ -43,7 +43,7 @@ def test_a_rank_waits_for_others_only_where_an_abort_can_leave_it_behind():
 
 
 def blocking_calls(source: str) -> list[int]:
-    """Lines of collectives that the host waits for outside `with rank_waits.abandonable()`."""
+    """Lines of collectives on which the host blocks outside `with rank_waits.abandonable()`."""
     lines, nodes = list[int](), list[ast.AST]([ast.parse(source)])
     while nodes:
         node = nodes.pop()

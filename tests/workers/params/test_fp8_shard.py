@@ -31,7 +31,7 @@ NARROW = ("a", "b", "experts", "c")
 
 
 def shards_of(recipe: Recipe, dtype: torch.dtype, full: dict[str, torch.Tensor], count: int) -> list[Fp8Shard]:
-    """Cast from parts of the full tensors, as ranks with these parts would."""
+    """Shards cast from parts of the full tensors, as ranks with these parts would."""
     tensors = [LocalTensor(Tensor(name, shape, 1.0), [[(0, size)] for size in shape]) for name, shape in SHAPES.items()]
     sizes = {name: math.prod(shape) for name, shape in SHAPES.items()}
     found = list[Fp8Shard]()

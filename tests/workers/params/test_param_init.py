@@ -1,4 +1,4 @@
-"""Initial parameter values: any part of a tensor alone, a normal distribution, independence, stable bits."""
+"""Initial parameter values: any part of a tensor by itself, a normal distribution, independence, stable bits."""
 
 from __future__ import annotations
 

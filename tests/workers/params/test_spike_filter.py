@@ -1,4 +1,4 @@
-"""Spikes against Python's own statistics."""
+"""The spike filter against Python's own statistics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_spike_is_far_above_the_mean_of_the_last_steps(
     steps: list[tuple[float, float]], min_steps: int, window: int
 ) -> None:
     spec = SpikeSpec(3.0, window, min_steps)
-    # At equality, of a value with those before it, rounding decides.
+    # Where all earlier values of a kind are equal, rounding decides: such steps are not compared.
     filter_ = SpikeFilter(spec, CPU)
     reference = expected(spec, steps)
     for number, accepted in enumerate(taken(filter_, steps)):

@@ -32,7 +32,7 @@ GROUPS = (ParamGroup("*.attention.out", 0.5), ParamGroup("*norm", weight_decay=0
     ],
 )
 def test_runs_and_their_places_cover_a_shard_once(corpus, name, sizes):
-    """Runs do not cross the border before what is gathered in 8 bits."""
+    """No run crosses the border to what is gathered in 8 bits."""
     mesh = {"dp": 1, "model": MOE, **sizes}
     options = MemoryOptions(zero=mesh.pop("zero", 0))
     plan = plan_of("zb-v", pp=2, microbatches=4, data=corpus, memory_options=options, **mesh)

@@ -219,7 +219,7 @@ def test_a_build_of_several_processes_that_is_killed_leaves_none_and_continues(m
 
 
 class KilledError(BaseException):
-    """Stands for the end of the process: nothing cleans up after it."""
+    """Stands for the death of the process: nothing cleans up after it."""
 
 
 @pytest.mark.sampled(1)
@@ -227,7 +227,7 @@ class KilledError(BaseException):
 def test_a_build_that_is_killed_at_any_moment_continues_to_the_same_bytes(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: bool
 ) -> None:
-    """Every change of the disk is a moment: it is the last one, or the process continues to the next."""
+    """A process may die before any change of the disk; the next one continues from there."""
     tokenizer = None if trained else tmp_path / "t.json"
     expected = content(build(many, tokenizer=tokenizer, out=tmp_path / "expected").path)
     left, replace, rename, unlink, rmtree = 0, os.replace, os.rename, Path.unlink, shutil.rmtree

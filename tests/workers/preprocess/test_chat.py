@@ -1,4 +1,4 @@
-"""Conversations: tokens are those of transformers, and what the assistant says is trained, all of it and only that."""
+"""Conversations: tokens are those of transformers, and exactly what the assistant says is trained."""
 
 from __future__ import annotations
 

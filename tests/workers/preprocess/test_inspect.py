@@ -1,4 +1,4 @@
-"""What is said of a corpus is plain data, and its histogram of lengths counts every document and token once."""
+"""A corpus is described in plain data, and its histogram of lengths counts every document and token once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corpora in object stores: built there, read from there, and what is wrong named in a sentence."""
+"""Corpora in object stores are built and read there, and errors say what is wrong in a sentence."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_was_built_in_the_store_is_the_local_corpus(uri: str, local: Corpus
 def test_a_corpus_and_checkpoints_in_the_store_of_google_are_those_of_a_folder(
     google: Callable[[str], str], source: Path, tmp_path: Path
 ) -> None:
-    """Small ones: this server reads an entire file for every part of it."""
+    """Both are small: this server reads an entire file for every part of it."""
     rows = (source / "rows.jsonl").read_text().splitlines(keepends=True)[:10]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     few = {"source": tmp_path / "rows.jsonl", "staging": tmp_path / "staging"}
@@ -95,7 +95,7 @@ def test_a_corpus_and_checkpoints_in_the_store_of_google_are_those_of_a_folder(
 
 
 def losses(name: str, corpus: str, folder: Path, *overrides: str) -> list[float]:
-    """Of a run of four steps, or of what it already has."""
+    """All losses of a run of four steps, or as many as `overrides` say, including those of earlier calls."""
     words = [f"data.path={corpus}", f"data.cache={folder}/cache", f"run.name={name}", "run.steps=4", "mesh.pp=2"]
     words += ["model.vocab=300", "schedule.name=1f1b", "schedule.microbatches=4"]
     words.append("cluster.start_timeout_seconds=250")

@@ -1,4 +1,4 @@
-"""A corpus that is built for a remote folder is that of a local one, whenever the build is ended."""
+"""A corpus built for a remote folder is that of a local one, at whatever point the build dies and is repeated."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pentad.workers.preprocess.remote_out import RemoteOut
 
 
 class KilledError(BaseException):
-    """Stands for the end of the process."""
+    """Stands for the death of the process."""
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
-    """Of a build of several shards."""
+    """The options of a build of several shards."""
     train_tokenizer(["the cat"], 270).save(str(tmp_path / "t.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "the cat sat"}\n' * 20)
     options = {"source": tmp_path / "a.jsonl", "tokenizer": tmp_path / "t.json", "shard_tokens": 30}

@@ -1,4 +1,4 @@
-"""Training a tokenizer: Rust does it, and sees no signals."""
+"""Training a tokenizer, which Rust does without seeing signals."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def test_an_interrupt_does_not_wait_for_the_training_of_a_tokenizer(
 ) -> None:
     ended = threading.Event()
 
-    def train(texts: Iterable[str], vocab: int) -> None:  # as Rust: other threads read the text, while this one waits
+    def train(texts: Iterable[str], vocab: int) -> None:  # like Rust: other threads read the text while this one waits
         def read() -> None:
             with suppress(KeyboardInterrupt):
                 for _ in texts:
@@ -42,4 +42,4 @@ def test_an_interrupt_does_not_wait_for_the_training_of_a_tokenizer(
     with pytest.raises(KeyboardInterrupt):
         build(f"{tmp_path}/*.txt")
     assert time.monotonic() - began < 5
-    assert ended.wait(5)  # nor does it go on behind
+    assert ended.wait(5)  # and it does not go on in the background

@@ -1,5 +1,5 @@
-"""A run that loses ranks, of which no replica and no checkpoint has the state, continues from copies in the memory of
-ranks, to the bits of a run without a fault."""
+"""A run that loses ranks whose state no replica and no checkpoint has continues from copies in the memory of other
+ranks, with the bits of a run without a fault."""
 
 from __future__ import annotations
 

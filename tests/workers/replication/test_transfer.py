@@ -128,7 +128,7 @@ def test_a_part_is_stored_once_every_byte_that_has_arrived_is_the_one_that_was_s
 def test_a_part_ends_with_any_of_its_connections(
     served: tuple[HostCopies, CopyServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory for it is no other part's: a connection may still write there."""
+    """Its memory goes to no other part: a connection may still write there."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
     copies, server = served
     receive_chunk, taken = transfer._Handler._receive_chunk, list[int]()
@@ -155,7 +155,7 @@ def test_a_holder_has_memory_for_two_parts_of_a_rank_whatever_copies_fail(
     copies, server = served
     for step in range(1, 7):
         send_part(server.address, TOKEN, CopyKey(1, step, 2), 0, {}, np.zeros(1000, np.uint8), lambda: None)
-        if step in (1, 4):  # of the others another rank's part never arrives
+        if step in (1, 4):  # in other steps another rank's part never arrives
             copies.commit(CopyKey(1, step, 2))
         assert len(copies.parts) + len(copies.spare) <= 2
 
@@ -180,7 +180,7 @@ def test_a_part_that_is_not_there_is_an_error_that_says_so(served: tuple[HostCop
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a process that is stopped: its system accepts connections, and nothing is read or answered."""
+    """The address of a process that is stopped: its system accepts connections, but nothing is read or answered."""
     monkeypatch.setattr(transfer, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(transfer, "IDLE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:

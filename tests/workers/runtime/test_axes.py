@@ -48,7 +48,7 @@ EXPERT = [
     ("1f1b", {"ep": 2, "dp": 2}, 3),
     ("gpipe", {"ep": 2, "cp": 2}, 0),
 ]
-LIKE_OTHERS = {"qwen2", "mistral", "olmo2", "gemma2"}  # whose parts the other families have too
+LIKE_OTHERS = {"qwen2", "mistral", "olmo2", "gemma2"}  # other families have their parts, too
 FAMILY = [
     *(pytest.param(name, "gpipe", {}, marks=slow if name in LIKE_OTHERS else []) for name in FAMILIES),
     ("olmo2", "zb-h2", {"tp": 2}),
@@ -184,7 +184,7 @@ def test_a_checkpoint_resumes_on_any_mesh(fleet, corpus, tmp_path, before, after
     ],
 )
 def test_router_biases_that_do_not_move_stay_and_count(fleet, corpus, tmp_path, name, sizes, more):
-    """A step after three that moved them: on any mesh it has the loss of one process, and saves them as they were."""
+    """A step after three that moved them has the loss of one process on any mesh, and saves them unchanged."""
     moving = FAMILIES["deepseek-v3"]
     assert moving.experts is not None
     model = replace(moving, experts=replace(moving.experts, bias_update_rate=0.0))
@@ -209,7 +209,7 @@ def test_router_biases_that_do_not_move_stay_and_count(fleet, corpus, tmp_path, 
     [("zb-h2", {"tp": 2, "pp": 2}), ("dualpipe", {"ep": 2, "pp": 2}), ("1f1b", {"dp": 2, "cp": 2})],
 )
 def test_the_reported_load_of_experts_is_that_of_one_process(fleet, corpus, family, name, sizes):
-    """Every token of the step is at its experts once, whichever ranks have them. Of ten steps one is reported."""
+    """Every token is counted at each of its experts once, whichever rank has them. One step in ten is reported."""
     model = FAMILIES[family]
     assert model.experts is not None
     plan = shallow_plan(corpus, name, sizes, model=model)

@@ -32,7 +32,7 @@ def balanced_plan(folder: Path, packing: Packing, name: str, sizes: dict[str, in
 
 
 MESHES = [
-    ("documents", "1f1b", {"ep": 2, "pp": 2}, {"model": MOE}),  # whose balancing loss is by microbatch
+    ("documents", "1f1b", {"ep": 2, "pp": 2}, {"model": MOE}),  # its balancing loss is per microbatch
     pytest.param("windows", "1f1b", {"dp": 2, "pp": 2}, {}, marks=slow),
     pytest.param("documents", "zb-h2", {"dp": 2, "pp": 2}, {}, marks=slow),
     pytest.param("documents", "dualpipev", {"dp": 2, "pp": 2}, {}, marks=slow),

@@ -31,7 +31,7 @@ slow = pytest.mark.slow
 
 
 def with_losses(model: ModelSpec, without: str = "") -> ModelSpec:
-    """Its experts are balanced by losses and by biases, but for one, so much that it is seen."""
+    """`model` with all ways to balance experts but `without`, strong enough for each to be seen."""
     assert model.experts is not None
     weights: dict[str, Any] = {"aux_loss_coef": 0.5, "router_z_loss_coef": 0.1, "bias_update_rate": 0.05}
     return replace(model, experts=replace(model.experts, **{key: weights[key] * (key != without) for key in weights}))
@@ -74,7 +74,7 @@ def test_any_groups_balance_experts_like_one_process(random_fleet: Fleet, tmp_pa
 @slow
 @pytest.mark.parametrize("key", ["aux_loss_coef", "router_z_loss_coef", "bias_update_rate"])
 def test_each_way_to_balance_is_seen(tmp_path: Path, key: str) -> None:
-    """Without it one process trains otherwise: else the tests above would prove nothing of it."""
+    """Without it one process trains differently; if not, the tests above would prove nothing about it."""
     plan = grouped_plan(tmp_path, {"dp": 2, "cp": 2}, factor=4, model=with_losses(MOE))
     without = replace(plan, model=with_losses(MOE, key))
     found, expected = (reference_of_groups(each, random_groups) for each in (without, plan))
@@ -92,7 +92,7 @@ def test_planned_groups_balance_experts_like_one_process(fleet: Fleet, tmp_path:
 @slow
 @pytest.mark.parametrize("sizes", [{"dp": 4}, {"ep": 2, "cp": 2}, {"tp": 2, "dp": 2}])
 def test_squares_and_loads_are_those_of_documents(random_fleet: Fleet, tmp_path: Path, sizes: dict[str, int]) -> None:
-    """Not of padding."""
+    """Padding does not count."""
     plan = grouped_plan(tmp_path, sizes, factor=4, model=with_losses(MOE))
     outcomes = random_fleet.run(plan, [(0, 1)])
     batch, p = global_batches(plan)[0], initial_weights(plan)

@@ -1,4 +1,4 @@
-"""A rank that finds a checkpoint damaged says so; no rank takes it then, and all can take another one."""
+"""A rank that finds a checkpoint damaged says so; then no rank restores it, and all can restore another one."""
 
 from __future__ import annotations
 

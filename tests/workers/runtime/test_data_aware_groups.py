@@ -34,13 +34,13 @@ SHALLOW_MIXTRAL = replace(FAMILIES["mixtral"], layers=4)
 
 
 def group_sizes(plan: Plan, planner: Any) -> Counter[int]:
-    """How many ranks are in groups of each size, over the microbatches of all steps; 0: without a document."""
+    """How many ranks are in groups of each size, over the microbatches of all steps; size 0: without a document."""
     shares = [share for groups in groups_of(plan, planner) for share in chain(*groups.shares)]
     return Counter(len(share.ranks) if share.shared or share.local else 0 for share in shares)
 
 
 def microbatches_of(plan: Plan, planner: Any) -> tuple[list[list[int]], list[int]]:
-    """(by step and rank of the pool in how many microbatches it has documents, the numbers of the steps' programs)."""
+    """(the number of microbatches with documents, by step and rank of the pool; the number of each step's program)."""
     steps = groups_of(plan, planner)
     counts = [groups.microbatches(1, 1) for groups in steps]
     return counts, [plan.program_of(step, len(groups.shares)) for step, groups in enumerate(steps)]
@@ -231,7 +231,7 @@ OFFLOADED = (0.0, 0.3, 0.6, 1.0)
 def test_offloading_changes_no_bit_of_a_step_with_groups(
     random_fleet: Fleet, tmp_path: Path, sizes: dict[str, int]
 ) -> None:
-    """Some microbatches stay on the device, others do not."""
+    """Some microbatches stay on the device, others are offloaded."""
     given: dict[str, Any] = {"sizes": sizes, "factor": 4, "unit_layers": 1, "dtype": "float32"}
     plans = [grouped_plan(tmp_path / str(share), **given, offload=share) for share in OFFLOADED]
     steps = groups_of(plans[0], random_groups)
@@ -260,6 +260,6 @@ def test_what_stays_of_a_short_microbatch_is_no_more_than_of_a_full_one(tmp_path
 
 
 def movable_bytes(plan: Plan, tokens: int) -> list[int]:
-    """That the units save of a microbatch of so many tokens, and could offload."""
+    """The bytes that each unit saves of a microbatch of `tokens` tokens and could offload."""
     batch = replace(plan.batch, capacity=tokens)
     return [each.bytes for each in cuts_of(replace(plan, batch=batch, offload=()))]

@@ -119,7 +119,7 @@ def test_evaluations_outlive_a_generation_but_not_their_weights(
     plan = with_eval(plan_of("1f1b", pp=2, dp=1, microbatches=4, data=corpus, model=HEADS), SEQUENCES)
 
     def left(ranks: list[WorkerProcess]) -> list[list[tuple[int, object]]]:
-        """The evaluations of which the ranks know at the end of their generation."""
+        """The evaluations that the ranks know of at the end of their generation."""
         for number, rank in [(rank.call_now("fence"), rank) for rank in ranks]:
             rank.answer(number)
         found = [snapshot.evaluations for snapshot in call_all(ranks, "leave")]

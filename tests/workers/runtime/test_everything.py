@@ -85,7 +85,7 @@ def everything_on(
 
 
 def facts(outcome: Outcome) -> list[tuple[Any, ...]]:
-    """What of each step's result depends on training alone."""
+    """The parts of each step's result that depend on training alone."""
     rows = outcome.results
     return [(r.step, r.losses, r.sources, r.squared_lse, r.grad_norm, r.learning_rate, r.skipped) for r in rows]
 

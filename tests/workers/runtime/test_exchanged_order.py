@@ -1,4 +1,4 @@
-"""Ranks that take another compute order between two steps end with the bits of the order that they had."""
+"""Ranks that switch to another compute order between two steps end with the bits of the old order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
     ],
 )
 def test_bits_stay_when_the_order_changes(workers, corpus, name, other, axes, dies):
-    """`dies`: a rank, after others have taken the new order and before they are connected."""
+    """`dies`: one rank dies after others have adopted the new order and before they are connected."""
     plan, changed = make_plan(name, corpus, axes), make_plan(other, corpus, axes)
     assert adds_alike(plan.program, changed.program) and plan.program.hash != changed.program.hash
     with ranks_of(workers, plan.mesh.size) as ranks:
@@ -65,7 +65,7 @@ def test_bits_stay_when_the_order_changes(workers, corpus, name, other, axes, di
 
 
 def test_orders_that_reduce_after_other_microbatches_add_up_otherwise(corpus):
-    """So does a stage that is elsewhere, or cut into other units, or whose copies compute other microbatches."""
+    """So do stages on other ranks or in other units, and those whose copies compute other microbatches."""
     zero = {**SQUARE, "memory_options": MemoryOptions(zero=2)}
     every = {**SQUARE, "memory_options": MemoryOptions(zero=2, reduce="microbatch")}
     of = [("1f1b", zero), ("1f1b", every), ("interleaved", SQUARE), ("1f1b", {**SQUARE, "unit_layers": 1})]

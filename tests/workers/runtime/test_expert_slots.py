@@ -1,4 +1,4 @@
-"""Tokens that travel to their experts in slots: law 1, and steps that are run again with more of them."""
+"""Tokens that travel to their experts in slots: law 1, and steps that are run again with more slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MESHES = [
 
 
 def plan_with(corpus: str, name: str, sizes: dict[str, int], slots: int, family: str = "", **more: object) -> Plan:
-    """`slots` of 0: for all tokens. As many layers as the largest number of stages, or two."""
+    """A plan with this many slots (0: enough for all tokens), and with two layers under 1f1b, otherwise four."""
     model = replace(FAMILIES[family] if family else MOE, layers=2 if name == "1f1b" else 4)
     plan = plan_on_mesh(corpus, name, sizes, model=model, **more)
     return replace(plan, expert_slots=slots or plan.slice_tokens)
@@ -39,7 +39,7 @@ def plan_with(corpus: str, name: str, sizes: dict[str, int], slots: int, family:
 @pytest.mark.parametrize("slots", [FEW, pytest.param(0, marks=slow)])
 @pytest.mark.parametrize(("name", "sizes", "more"), MESHES)
 def test_slots_give_the_numbers_of_one_process(fleet, corpus, name, sizes, more, slots):
-    """With too few of them, steps are run again until there are enough."""
+    """With too few slots, steps are run again until there are enough."""
     plan = plan_with(corpus, name, sizes, slots, **more)
     outcomes = assert_equals_one_process(fleet, plan)
     ended_with = {result.expert_slots for outcome in outcomes for result in outcome.results}
@@ -50,7 +50,7 @@ def test_slots_give_the_numbers_of_one_process(fleet, corpus, name, sizes, more,
 @slow
 @pytest.mark.parametrize(("name", "sizes"), [("1f1b", {"ep": 2, "dp": 2}), ("dualpipe", {"ep": 2, "pp": 2})])
 def test_steps_that_are_run_again_change_no_bit(fleet, corpus, name, sizes):
-    """Of DeepSeek-V3's router biases, which move by the load, either: they are those of enough slots, and of none."""
+    """Nor in DeepSeek-V3's router biases, which follow the load: they are as with enough slots, or without slots."""
     calls, more = [(0, 2), (2, 3)], {"dtype": "float32"}
     few, enough = (plan_with(corpus, name, sizes, slots, "deepseek-v3", **more) for slots in (FEW, 0))
     expected = fleet.run(enough, calls)
@@ -64,7 +64,7 @@ def test_evaluations_have_room_for_all_tokens(fleet, corpus):
 
 
 def test_a_repaired_generation_keeps_its_slots(rank_processes: list[WorkerProcess], corpus: str) -> None:
-    """Of the ranks that are left, on the one that is new as well."""
+    """So does the rank that replaces the lost one."""
     plan = plan_with(corpus, "1f1b", {"ep": 2, "dp": 2}, FEW)
     with ranks_of(rank_processes, 4) as ranks:
         start_run(ranks, plan)
@@ -79,6 +79,6 @@ def test_a_repaired_generation_keeps_its_slots(rank_processes: list[WorkerProces
 
 @slow
 def test_a_search_for_flipped_bits_leaves_slots_as_they_are(workers, corpus):
-    """What it replays is of no step."""
+    """What it replays belongs to no step."""
     plan = plan_with(corpus, "1f1b", {"ep": 2, "dp": 2}, FEW, dtype="float32")
     assert_a_check_changes_nothing(workers, plan, 3)

@@ -90,7 +90,7 @@ def test_any_mesh_equals_one_process_in_8_bits(fleet, corpus, spec, name, sizes)
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 2, "cp": 2}])
 @pytest.mark.parametrize("slots", [64, 256])
 def test_tokens_travel_in_slots_in_8_bits(fleet, corpus, sizes, slots):
-    """With too few slots, steps are run again until there are enough; slots that are not used hold anything."""
+    """With too few slots, steps are run again until there are enough; unused slots hold arbitrary values."""
     plan = fp8_plan(EXPERTS, "1f1b", {"layers": 2, "model": WIDE_EXPERTS, **sizes}, corpus)
     assert_equals_one_process(fleet, replace(plan, expert_slots=slots))
 
@@ -132,7 +132,7 @@ def test_losses_in_8_bits_stay_close_to_those_of_the_compute_dtype(fleet, corpus
     ],
 )
 def test_samples_of_operands_are_those_of_one_process(fleet, corpus, spec, name, sizes):
-    """Every second step: maxima, and the shares of values at both ends of what 8 bits have."""
+    """In every second step: maxima, and the shares of values that saturate or underflow."""
     plan = fp8_plan(replace(spec, sample_every=2), name, sizes, corpus)
     one: dict[str, Any] = {"layers": plan.model.layers, "model": plan.model}
     alone = fp8_plan(replace(spec, sample_every=2), "1f1b", one, corpus)
@@ -167,7 +167,7 @@ COMPARED: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     [pytest.param(*case, marks=[pytest.mark.slow] * (i > 0)) for i, case in enumerate(COMPARED)],
 )
 def test_comparing_gradients_changes_no_bit_and_gives_the_cosines_of_one_process(fleet, corpus, spec, name, sizes):
-    """Every second step."""
+    """Gradients are compared in every second step."""
     spec = replace(spec, compare_every=2)
     plan = fp8_plan(spec, name, sizes, corpus)
     microbatches = plan.batch.microbatches * plan.batch.replicas

@@ -1,4 +1,4 @@
-"""Delayed scaling on ranks: the maxima of the step before are part of the training state."""
+"""Delayed scaling on ranks: the maxima of the previous step are part of the training state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_repeated_and_resumed_runs_are_bit_identical(fleet, corpus, tmp_path, na
     "sizes", [{"pp": 2, **SMALL}, pytest.param({"pp": 2, "dp": 2, **SMALL}, marks=slow)], ids=["pp2", "pp2 dp2"]
 )
 def test_a_step_that_is_taken_back_leaves_the_maxima_of_a_run_with_a_barrier(fleet, corpus, tmp_path, sizes, value):
-    """Skipped for a norm that is not finite, or repeated for one that is clipped; later steps have the same bits."""
+    """It is skipped for a non-finite norm or repeated for a clipped one; later steps have the same bits."""
     runs, maxima = [], []
     for optimistic in (True, False):
         plan = fp8_plan(DELAYED, "zb-h2", {**sizes, "post_validation": optimistic, "clip": 50.0}, corpus)
@@ -95,7 +95,7 @@ def test_a_resumed_run_on_another_mesh_has_the_maxima_of_all_ranks(fleet, corpus
 
 @pytest.mark.slow
 def test_scales_do_not_depend_on_slices(fleet, corpus, tmp_path):
-    """Once there are maxima; without them, each slice is scaled by its own."""
+    """They do only while there are no maxima: then each slice is scaled by its own."""
     folder = checkpoint.folder_of(tmp_path, 1)
     whole = fp8_plan(DELAYED, "1f1b", {"pp": 2, **SMALL}, corpus)
     sliced = fp8_plan(DELAYED, "seq-1f1b", {"pp": 2, "slices": 2, **SMALL}, corpus)
@@ -108,7 +108,7 @@ def test_scales_do_not_depend_on_slices(fleet, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_without_maxima_begins_with_current_scaling(fleet, corpus, tmp_path):
-    """From a checkpoint of another recipe, and from weights alone."""
+    """Whether it starts from a checkpoint of another recipe or from weights alone."""
     folder = checkpoint.folder_of(tmp_path, 2)
     current, delayed = (fp8_plan(spec, "1f1b", {"pp": 2, **SMALL}, corpus) for spec in (TENSOR, DELAYED))
     run_and_save(fleet, current, 2, folder)

@@ -1,5 +1,5 @@
-"""ZeRO-3 gathers matrices in 8 bits: the bits of a run are those of gathering them in the compute dtype and casting
-them then."""
+"""ZeRO-3 gathers matrices in 8 bits: a run has the bits of one that gathers them in the compute dtype and casts them
+afterwards."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
 def plan_with(
     spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str, *, gathers: bool = True, dtype: str = "float32"
 ) -> Plan:
-    """No gradient is clipped, as partial sums of the norm follow the layout of shards; and terms of gradients are added
-    in the order of ranks, whatever the layout."""
+    """No gradient is clipped, as partial sums of the norm depend on the layout of shards, and terms of gradients are
+    added in the order of ranks, whatever the layout."""
     sizes = {**sizes, "clip": 1e9, "dtype": dtype}
     options = MemoryOptions(zero=3, max_gathered=sizes.pop("max_gathered", None))
     plan = fp8_plan(replace(spec, gathers=gathers), name, {**sizes, "memory_options": options}, corpus)
@@ -110,7 +110,7 @@ def test_repeated_and_resumed_runs_are_bit_identical(fleet, corpus, tmp_path, sp
 
 @pytest.mark.slow
 def test_a_run_resumes_with_weights_gathered_in_another_dtype(fleet, corpus, tmp_path):
-    """Checkpoints hold master weights, whatever is gathered, so in another layout of shards too."""
+    """Checkpoints hold master weights whatever is gathered, and are read into another layout of shards, too."""
     narrow, wide = (plan_with(BLOCK, "1f1b", {"dp": 2, "layers": 2}, corpus, gathers=each) for each in (True, False))
     want = fleet.run(wide, [(0, 3)])
     for before, after in ((narrow, wide), (wide, narrow)):
@@ -121,7 +121,7 @@ def test_a_run_resumes_with_weights_gathered_in_another_dtype(fleet, corpus, tmp
 
 @pytest.mark.slow
 def test_evaluations_have_the_bits_of_weights_that_are_cast_after_the_gather(fleet, corpus):
-    """Before the first step, which nothing else has cast weights for, and after the last."""
+    """Also before the first step, when nothing else has cast weights, and after the last."""
     sizes = {"dp": 2, "layers": 2, "unit_layers": 1}
     plans = [with_eval(plan_with(BLOCK, "1f1b", sizes, corpus, gathers=each), 4) for each in (True, False)]
     (narrow, *_), (wide, *_) = (fleet.run(plan, [(0,), (0, 2), (2,)]) for plan in plans)
@@ -132,7 +132,7 @@ def test_evaluations_have_the_bits_of_weights_that_are_cast_after_the_gather(fle
     "sizes", [{"dp": 2, "layers": 2, "unit_layers": 1}, pytest.param({"dp": 4, "layers": 2}, marks=pytest.mark.slow)]
 )
 def test_allocated_bytes_are_planned(fleet, corpus, sizes):
-    """Matrices have no shard in the dtype of compute, and take 1 byte an element where they are gathered."""
+    """Matrices have no shard in the compute dtype, and take 1 byte an element where they are gathered."""
     found = {}
     for gathers in (True, False):
         plan = plan_with(BLOCK, "1f1b", {**sizes, "microbatches": 2}, corpus, gathers=gathers, dtype="bfloat16")
@@ -144,7 +144,7 @@ def test_allocated_bytes_are_planned(fleet, corpus, sizes):
 
 
 def forms(plan: Plan, rank: int) -> int:
-    """Bytes of what casts and transposes make of gathered weights, planned."""
+    """The planned bytes of casts and transposes of gathered weights."""
     sizes, pool = plan.program.sizes, weight_pool(plan.program, 0, sharded_stages(plan.program, 0))
     return fp8_weights(plan, rank, min(1.0, sum(pool.elements) / sum(sum(each[:WEIGHT_KINDS]) for each in sizes)))
 
@@ -158,7 +158,7 @@ def assert_same_bits(found: list[Outcome], want: list[Outcome], *, plan: Plan, s
 
 @pytest.mark.slow
 def test_ranks_agree_on_what_they_have_gathered(workers, corpus):
-    """Before the first step and after others; a matrix has a digest of its bytes, and all results have theirs twice."""
+    """Before the first step and later; a matrix has a digest of its bytes, the results of a microbatch have two."""
     plan, ranks = plan_with(BLOCK, "1f1b", {"dp": 2, "layers": 2, "unit_layers": 1}, corpus), workers[:2]
     start_run(ranks, plan)
     digests = list[int]()

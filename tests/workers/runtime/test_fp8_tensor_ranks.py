@@ -10,7 +10,7 @@ from fp8_plans import BLOCK, ROW, TENSOR, fp8_plan
 
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 
-MODEL = ModelSpec(layers=1, hidden=256, heads=4, kv_heads=4, head_dim=128, ffn=512, vocab=512)  # whole tiles on four
+MODEL = ModelSpec(layers=1, hidden=256, heads=4, kv_heads=4, head_dim=128, ffn=512, vocab=512)  # whole tiles at tp 4
 
 
 CASES: list[tuple[int, str]] = [(2, "gloo"), (2, "peer"), (4, "gloo")]
@@ -19,7 +19,7 @@ CASES: list[tuple[int, str]] = [(2, "gloo"), (2, "peer"), (4, "gloo")]
 def first_step(
     fleet: Fleet, corpus: str, spec: Fp8Spec, *, tp: int, length: int, dtype: str, transport: str = "gloo"
 ) -> tuple[float, float]:
-    """(loss, gradient norm); copies of peers travel beside products."""
+    """(loss, gradient norm); with transport peer, copies overlap with products."""
     plan = fp8_plan(spec, "1f1b", {"tp": tp, "model": MODEL, "microbatches": 1}, corpus)
     plan = replace(plan, dtype=dtype, batch=replace(plan.batch, sequence_length=length))
     plan = replace(plan, transport=transport, hosts=(0,) * tp)
@@ -32,8 +32,8 @@ def first_step(
 @pytest.mark.parametrize("spec", [BLOCK, TENSOR, ROW])
 @pytest.mark.parametrize("length", [256, 128], ids=["whole tiles of rows", "parts of tiles of rows"])
 def test_only_the_order_of_sums_depends_on_tensor_ranks(fleet, corpus, spec, length):
-    """In float64 sums agree to so many digits that no cast rounds to another neighbour. In float32 some do, by up
-    to an eighth of the number, which is far more than the sums differ: a scale that differed would show in float64."""
+    """Sums in float64 agree so closely that no cast rounds to another value. In float32 some casts do, by up to an
+    eighth of the number, which is far more than the sums differ: a different scale would show in float64."""
     for dtype, of_loss, of_norm in (("float64", 1e-13, 1e-12), ("float32", 1e-4, 2e-3)):
         loss, norm = first_step(fleet, corpus, spec, tp=1, length=length, dtype=dtype)
         for tp, transport in CASES:

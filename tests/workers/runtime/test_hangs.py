@@ -1,4 +1,4 @@
-"""One rank stops somewhere in a step: from the places of all ranks the diagnosis names it, and who waits for it."""
+"""One rank stops somewhere in a step: from the positions of all ranks the diagnosis names it, and who waits for it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def reaches(found: Diagnosis, ranks: set[int], cause: int) -> bool:
 
 
 def stuck_positions(ranks: list[WorkerProcess], stopped: int, how: str) -> list[Position]:
-    """Where all ranks are once one has stopped and the others neither move nor, on a busy machine, compute."""
+    """Where all ranks are once one has stopped and the others neither advance nor, on a busy machine, compute."""
     files: list[Path] = [rank.answer(rank.call_now("progress_file")) for rank in ranks]
     processes = [psutil.Process(rank.process.pid) for rank in ranks]
     while not has_stopped(ranks[stopped], how):

@@ -62,7 +62,7 @@ def test_two_hosts_equal_one_process(fleet, corpus, name, sizes, copied, hosts, 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=slow)])
 def test_a_step_with_a_rank_whose_waits_were_ended_is_committed_by_none(workers, corpus, optimizer):
-    """The flags of a host are released at once, and what its ranks then send to those of other hosts may be wrong."""
+    """The flags of its host are released at once, and what ranks there then send to other hosts may be wrong."""
     plan = plan_on_mesh(corpus, "1f1b", {"dp": 2}, dtype="float32")
     plan, ranks = replace(plan, optimizer=replace(plan.optimizer, name=optimizer)), workers[:2]
     start_run(ranks, plan)

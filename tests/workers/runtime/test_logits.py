@@ -1,4 +1,4 @@
-"""Laws 1 and 4 with logits in chunks that are made again: one process's result, and the losses of kept ones."""
+"""Laws 1 and 4 with logits recomputed in chunks: one process's result, and the losses of kept logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 pytestmark = pytest.mark.timeout(150)
 slow = pytest.mark.slow
-ROWS = 5  # of a chunk; a microbatch has 16 or 8 tokens on a rank
+ROWS = 5  # in a chunk; a microbatch has 16 or 8 tokens on a rank
 ORDERS: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "zb-h2": {},
@@ -62,7 +62,7 @@ def chunked_plan(
     **more: Any,
 ) -> Plan:
     model = more.get("model", MODEL)
-    validated = name == "zb-h2" and not model.tie_word_embeddings and not model.mtp_layers  # which it has no norm for
+    validated = name == "zb-h2" and not model.tie_word_embeddings and not model.mtp_layers  # these sum before the norm
     given = {"post_validation": validated, **ORDERS[name], **more}
     plan = plan_of(name, dp, 2, 4, data, logit_rows=logit_rows, **given)
     plan = replace(plan, optimizer=replace(plan.optimizer, z_loss=z_loss))
@@ -92,7 +92,7 @@ def test_a_frozen_head_is_not_made_again(fleet, corpus, tp):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=slow)])
 def test_the_first_losses_have_the_bits_of_kept_logits(fleet, corpus, dtype, tp):
-    """A product of some rows has the bits of that of all rows here, so losses differ only after an update."""
+    """The product of some rows has the bits of the full product here, so losses differ only after an update."""
     runs = [fleet.run(chunked_plan("1f1b", corpus, tp=tp, dtype=dtype, logit_rows=rows), [(0, 1)]) for rows in (0, 8)]
     kept, chunked = (losses_of(outcomes, 0) for outcomes in runs)
     assert kept == chunked

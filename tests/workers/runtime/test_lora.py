@@ -117,14 +117,14 @@ def test_experts_have_adapters(fleet, corpus, family, name, sizes, zero):
 @slow
 @pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:]])
 def test_adapters_of_experts_alone(fleet, corpus, targets):
-    """Some layers then have none."""
+    """Then some layers have no adapters."""
     plan = adapted(corpus, "deepseek-v3", "zb-h2", {"pp": 2, "ep": 2}, 1)
     lora = LoraSpec(rank=3, alpha=6.0, targets=targets)
     assert_equals_one_process(fleet, replace(plan, lora=lora))
 
 
 def adapted(corpus: str, family: str, name: str, sizes: dict[str, int], zero: int, **more: Any) -> Plan:
-    """A model with adapters everywhere, whose routing biases stay."""
+    """A plan with adapters everywhere and fixed routing biases."""
     model = replace(FAMILIES[family], layers=4)
     if model.experts is not None:
         model = replace(model, experts=replace(model.experts, bias_update_rate=0.0))
@@ -232,7 +232,7 @@ def test_a_run_with_adapters_that_loses_a_rank_ends_with_the_same_bits(workers, 
 
 
 def test_a_mesh_that_shrinks_or_grows_cuts_frozen_weights_anew(corpus):
-    """Shards of the earlier mesh are kept where they are the same, and all together are the full weights."""
+    """Shards that do not change are kept, and all shards together are the full weights."""
     options, cpu = MemoryOptions(zero=3), torch.device("cpu")
     large = plan_with(corpus, ALL, "zb-v", {"pp": 2, "dp": 2}, model=DENSE, memory_options=options)
     small = plan_with(corpus, ALL, "zb-v", {"pp": 2}, model=DENSE)

@@ -64,7 +64,7 @@ def test_documents_of_one_position_are_rows_of_one_token(
     assert {len(row) for row in dataset_of(plan).document_lengths(0)} == {length}
     batches = [_of_one_token(global_batch(dataset_of(plan), step)) for step in range(STEPS)]
     experts = plan.model.experts
-    if experts is not None and experts.aux_loss_coef:  # rows of one token have other microbatches
+    if experts is not None and experts.aux_loss_coef:  # it depends on the microbatches
         plan = replace(plan, model=replace(plan.model, experts=replace(experts, aux_loss_coef=0.0)))
     assert_equals_one_process(fleet, plan, train(plan, batches))
 
@@ -91,7 +91,7 @@ def _of_one_token(batch: GlobalBatch) -> GlobalBatch:
 def test_rows_of_one_document_and_of_many_share_a_step(
     fleet: Fleet, tmp_path: Path, name: str, sizes: dict[str, int], more: dict[str, Any]
 ) -> None:
-    """Rows of 64 tokens: one document, 64, and short ones around one that crosses the ranks' parts."""
+    """Rows of 64 tokens: one document, 64 documents, and short ones around one that crosses the ranks' parts."""
     lengths = [*[65] * 8, *[2] * 64 * 8, *[40, *[2] * 25] * 8]
     plan = long_plan(corpus_of(tmp_path / "mixed", lengths), tmp_path, 64, name, sizes, **more)
     plan = replace(plan, batch=replace(plan.batch, global_batch_size=2 * plan.batch.global_batch_size))

@@ -23,17 +23,17 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MODELS = {"dense": MODEL, "experts": MOE, "tied": FAMILIES["qwen3"]}
 MODES = ("none", "selective", "attention", "full")
-CUTS = list(product((1, 2, None), (0.0, 0.3, 1.0)))  # layers of a unit, share
+CUTS = list(product((1, 2, None), (0.0, 0.3, 1.0)))  # layers of a unit, offloaded share
 ALWAYS = [("1f1b", 3, "none", 1, 0.3, "dense"), ("dualpipev", 1, "attention", 1, 1.0, "dense")]
 ALWAYS += [("zb-h2", 2, "full", 2, 1.0, "experts")]
-# Every schedule with every ZeRO stage, mode and model, each with every number of layers and every share: all triples of
-# a schedule, a stage, a mode or a model with one of these occur, and all pairs of these two.
+# Every combination of schedule, ZeRO stage, mode and model with every share; a schedule and two of the others with
+# every number of layers; a schedule and one of the others with every pair of layers and share.
 MATRIX = [
     (name, zero, mode, *CUTS[(number + other) % len(CUTS)], model)
     for number, (name, zero, mode, model) in enumerate(product(SCHEDULES, (1, 2, 3), MODES, MODELS))
     for other in (0, 4, 8)
 ]
-# Of every schedule with every ZeRO stage and model the first rows of what attention recomputes are saved.
+# Every combination of schedule, ZeRO stage and model, saving the first rows of what mode attention recomputes.
 ROWS = [
     (name, zero, fraction, *CUTS[(number + other) % len(CUTS)], model)
     for number, (name, zero, model) in enumerate(product(SCHEDULES, (1, 2, 3), MODELS))
@@ -65,7 +65,7 @@ def test_offloaded_units_equal_one_process(fleet, corpus, name, zero, mode, unit
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "zero", "rows", "units", "alpha", "model"), ROW_CASES)
 def test_units_that_recompute_some_rows_equal_one_process(fleet, corpus, name, zero, rows, units, alpha, model) -> None:
-    """The others are saved, on the device or the host."""
+    """The other rows are saved, on the device or the host."""
     plan = offloading(corpus, name, zero, "attention", units, alpha, model, rows)
     assert piece_of(plan).saved_rows == (4 if rows == 0.7 else 8)  # of 16
     ops = {part.op for stream in plan.program.streams for part in instructions_of(stream)}
@@ -77,7 +77,7 @@ def test_units_that_recompute_some_rows_equal_one_process(fleet, corpus, name, z
 @pytest.mark.parametrize("alpha", [0.1, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("mode", ["none", "attention"])
 def test_experts_that_exchange_tokens_equal_one_process(fleet, corpus, mode, alpha) -> None:
-    """Each microbatch saves other numbers of rows."""
+    """Each microbatch saves a different number of rows."""
     given: dict[str, Any] = {"model": MOE, "ep": 2, "unit_layers": 1, "recompute": mode, "offload": alpha}
     assert_equals_one_process(fleet, plan_of("dualpipe", 1, 2, 4, corpus, **given))
 

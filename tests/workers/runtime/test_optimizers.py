@@ -109,7 +109,7 @@ POST_VALIDATED: list[Any] = [
 
 @pytest.mark.parametrize(("name", "sizes", "zero", "clip_norm"), POST_VALIDATED)
 def test_muon_with_post_validation(fleet, corpus, name, sizes, zero, clip_norm):
-    """Steps that are clipped are orthogonalized again, those within the limit are not."""
+    """Steps that are clipped are orthogonalized again; those within the limit are not."""
     model, optimizer = replace(HEADS, layers=4), replace(MUON, clip_norm=clip_norm)
     options = {"model": model, "memory_options": MemoryOptions(zero=zero), "post_validation": True}
     assert_equals_one_process(fleet, plan_with(corpus, optimizer, name, sizes, **options))
@@ -210,7 +210,7 @@ def test_state_moves_to_any_mesh_and_only_a_changed_optimizers_is_dropped(fleet,
     [pytest.param("1f1b", {"tp": 2, "dp": 2}, 1, marks=slow), ("zb-h2", {"pp": 2}, 0)],
 )
 def test_moments_of_another_run_are_corrected_by_all_their_updates(fleet, corpus, tmp_path, name, sizes, zero):
-    """As torch counts them, whatever the step of the run that takes them."""
+    """As torch counts them, whatever the step at which the new run takes them over."""
     constant = replace(ADAMW, learning_rate=LearningRate(1e-2, 1e-2, 0, 1, "constant"))
     options = {"model": replace(HEADS, layers=4), "memory_options": MemoryOptions(zero=zero)}
     plan = plan_with(corpus, constant, name, sizes, **options, post_validation=name == "zb-h2")
@@ -264,7 +264,7 @@ def test_the_z_loss_trains_and_is_no_part_of_the_loss(fleet, corpus, name, sizes
 
 
 def reference_squared_lse(plan: Plan) -> float:
-    """The mean over the first batch, with the initial weights."""
+    """The mean squared logsumexp over the first batch, with the initial weights."""
     found = [each for each in tensors(plan.model) if not each.tied_to]
     p = {each.name: initial_values(each, plan.seed).double() for each in found}
     return reference_families.losses(plan.model, p, *global_batches(plan)[0]).squared_lse.item()

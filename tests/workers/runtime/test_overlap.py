@@ -55,7 +55,7 @@ def test_overlap_changes_no_bit_and_equals_one_process(fleet, corpus, name, size
 
 
 def test_the_times_of_a_pair_hold_no_wait(fleet, corpus) -> None:
-    """And where layers do not communicate its forward follows its backward."""
+    """Where layers do not communicate, the forward of a pair follows its backward."""
     plan, pairs = plan_of("dualpipev", 1, 2, 8, corpus), 0
     for outcome, stream in zip(fleet.run(plan, [(0, 1)]), plan.program.streams, strict=True):
         times = {span.name: (span.start, span.end) for span in outcome.results[0].spans}
@@ -80,7 +80,7 @@ def backward(stage: Stage, microbatch: int, dy: torch.Tensor, with_weights: bool
 def run_pair(
     plan: Plan, mode: DispatchMode, with_weights: bool, run: Callable[..., None]
 ) -> tuple[list[Event], torch.Tensor]:
-    """The events while `run` has a backward and the forward of the next microbatch, and the gradients of both."""
+    """The events while `run` executes a backward and the forward of the next microbatch, and the gradients of both."""
     log = Log()
     activations = torch.randn(
         3, plan.slice_tokens // plan.mesh.cp // plan.mesh.tp, plan.model.hidden, dtype=torch.float64

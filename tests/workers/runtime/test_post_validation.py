@@ -44,7 +44,7 @@ ZERO = [
 
 
 def cases() -> list:
-    """Schedules by how often they clip; always run are those of USUAL if they clip sometimes."""
+    """Schedules by how often steps are clipped; those of USUAL always run with steps that are sometimes clipped."""
     found = [(*case, 0, clip) for case in USUAL + SLOW for clip in CLIPS]
     found += [(*case, clip) for case in ZERO for clip in ("never clipped", "sometimes")]
     always = [(*case, 0, clip) for case in USUAL for clip in CLIPS if clip == "sometimes"]
@@ -68,7 +68,7 @@ def test_an_optimistic_step_has_the_bits_of_one_with_a_barrier(fleet, corpus, na
 
 @pytest.mark.parametrize(("clip", "restarts"), [("never clipped", 0), ("always", 1)])
 def test_after_a_clipped_step_the_next_ones_wait_for_their_norm(fleet, corpus, clip, restarts):
-    """So that of many in a row only the first is rolled back, until one is not clipped."""
+    """So of several clipped steps in a row only the first is rolled back."""
     plan = plan_of("zb-h2", 1, 2, 4, corpus, dtype="float32", post_validation=True, clip=CLIPS[clip])
     outcomes = fleet.run(plan, [(0, 3, True), (3, 2)])
     assert [outcome.restarts for outcome in outcomes] == [restarts, restarts]
@@ -115,7 +115,7 @@ def test_a_step_with_a_bad_norm_is_rolled_back_and_repeated(fleet, corpus, name,
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_a_stream_before_validation_can_be_repeated(name, gated):
-    """It has both ends of a transfer or none, and no gradient."""
+    """It contains both ends of a transfer or neither, and no backward."""
     for ranks, m in {(p, m) for p in (1, 2, 4, 8) for m in (3, p, 3 * p) if allows(name, p, m)}:
         assert_repeatable(name, ranks, m, gated)
 
@@ -139,7 +139,7 @@ def assert_repeatable(name, ranks, m, gated):
 
 @pytest.mark.parametrize(("ranks", "m"), [(2, 4), (4, 8), (8, 24)])
 def test_zb_h2_loses_nothing_between_steps(ranks, m):
-    """A step takes `longest`, by which the paper counts the bubble (arXiv 2401.10241, section 4)."""
+    """A step takes `longest`, from which the paper computes the bubble (arXiv 2401.10241, section 4)."""
     program = compile_program("zb-h2", ranks, m, post_validation=True)
     timeline = simulate(program, Costs.uniform(ranks))
     assert timeline.longest == pytest.approx(3 * m)

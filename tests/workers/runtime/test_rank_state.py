@@ -1,4 +1,4 @@
-"""The state of a rank is read from a disk and from the memory of ranks, piece by piece; without it no step runs."""
+"""The state of a rank is read piece by piece from disk or from the memory of ranks; without it no step runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def randomize(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("where", ["disk", "this process", "another process"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_state_is_read_in_pieces_to_the_same_bits(corpus, tmp_path, monkeypatch, where, dtype):
-    """float64 finds no room in the buffers, which are for elements of 4 bytes."""
+    """float64 does not fit into the buffers, which are for elements of 4 bytes."""
     monkeypatch.setattr(sharded_state, "READ_ELEMENTS", 1000)
     monkeypatch.setattr(rank_state, "READ_BYTES", 4000)
     plan = plan_of("1f1b", 2, 1, 4, corpus, dtype, memory_options=MemoryOptions(zero=3))
@@ -82,7 +82,7 @@ MOVES: dict[str, tuple[Any, Any]] = {  # schedule, dp, pp, ZeRO stage and shards
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", MOVES)
 def test_state_that_ranks_hand_over_is_that_of_a_checkpoint_on_any_mesh(corpus, tmp_path, case):
-    """Of which any process may read any part: here each its own, and those of others over connections."""
+    """Any process may read any part: here each reads its own, and those of others over connections."""
     old, new = (
         plan_of(name, dp, pp, 8, corpus, "float32", model=SHALLOW, memory_options=ZERO[zero], zero_shards=sum(shards))
         for name, dp, pp, zero, *shards in MOVES[case]
@@ -133,7 +133,7 @@ def copy_part(files: dict[str, dict[str, torch.Tensor]]) -> CopyPart:
 
 
 def test_a_rank_without_a_state_does_not_train(corpus, tmp_path):
-    """Its weights are zeros, of which nothing can be learned."""
+    """Its weights are zeros, from which nothing can be learned."""
     runner = Runner(plan_of("1f1b", 1, 1, 2, corpus, model=SHALLOW), 0, tmp_path / "progress")
     runner.connect(runner.serve("127.0.0.1", 30.0), 30.0)
     with pytest.raises(AssertionError, match="restore or receive"):

@@ -96,7 +96,7 @@ def storages(nested: object) -> Iterator[torch.UntypedStorage]:
 
 
 def saved_bytes(stage: Stage, slots: list[torch.Tensor | None]) -> int:
-    """Bytes that a stage keeps, without the slots of transfers."""
+    """The bytes that a stage keeps, transfer slots excluded."""
     excluded = {slot.untyped_storage().data_ptr() for slot in slots if slot is not None}
     kv_buffers = [cache.buffer for caches in stage.kv_caches.values() for cache in caches]
     found = {each.data_ptr(): each.nbytes() for each in storages([*stage.saved.values(), kv_buffers])}
@@ -168,7 +168,7 @@ def test_offloading_frees_the_device_and_reloading_restores_all_bits(corpus, nam
 
 
 def saved_tensors(stage: Stage) -> list[torch.Tensor]:
-    """The residual stream and its statistics, of all layers."""
+    """The residual stream and its norm statistics, of all layers."""
     layers = [layer for saved in stage.saved.values() for layer in saved.layers]
     sublayers = [sublayer for layer in layers for sublayer in (layer.attention, layer.mlp)]
     return [each for sublayer in sublayers for each in (sublayer.stream, sublayer.rstd)]

@@ -44,9 +44,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms around": ("1f1b", {"model": FAMILIES["gemma2"], "pp": 2}),
     "sinks": ("1f1b", {"model": FAMILIES["gpt-oss"], "ep": 2}),
 }
-# (case, share of the rows that are recomputed): where parts work on rows, all of those that the model has.
+# (case, recomputed share of the rows), for all row-wise parts that the model has.
 ROWS = [("zb-v", 0.5)]
-# Under tp, tiles of attn_proj are batched products, whose bits here are not those of the single one of the rest.
+# Under tp, attn_proj is a batched product over tiles, which here has other bits than the single product of some rows.
 ROWS_SLOW = [("dense tp2", 0.5), *((case, 0.4) for case in CASES if case != "experts tp2")]
 ALWAYS = [("zb-v", 5), ("dense tp2", 4), ("ulysses", 1)]  # with this many parts at once
 PAIRS = [(case, 2) for case in ("dense tp2", "experts tp2")]
@@ -82,7 +82,7 @@ def test_recomputed_parts_change_no_bit(fleet, corpus, case, count) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "fraction"), [*ROWS, *(pytest.param(*each, marks=slow) for each in ROWS_SLOW)])
 def test_recomputed_rows_change_no_bit(fleet, corpus, case, fraction) -> None:
-    """The first rows are saved. Every combination of parts that work on rows, and all parts."""
+    """The first rows are saved, for every combination of row-wise parts, and for all parts."""
     name, given = CASES[case]
     given = {"dp": 1, "pp": 1, "microbatches": 4, "data": corpus, "document_mask": "documents" in case, **given}
     plain = fleet.run(plan_of(name, **given), [(0, 2)])

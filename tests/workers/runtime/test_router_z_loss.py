@@ -1,4 +1,4 @@
-"""The router's z-loss is reported as one process has it; that it trains as there is a part of every test with MOE."""
+"""The router's z-loss is reported as in one process; every test with MOE also trains with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_ranks_add_up_the_squares_of_all_layers(fleet, corpus, name, sizes, more
 
 
 def reference_squares(plan: Plan) -> float:
-    """Of the first batch, with the initial weights."""
+    """The sum of squared logsumexps over the first batch, with the initial weights."""
     p = {each.name: initial_values(each, plan.seed).double() for each in tensors(plan.model)}
     batch = global_batches(plan)[0]
     routes = reference_families.routes(plan.model, p, batch.inputs, batch.following)

@@ -1,5 +1,5 @@
-"""What is slow on one of four real ranks is named within ten steps: its compute, its loader, a link, or its pauses.
-What a busy machine does to them is not."""
+"""Slow compute, loading, links or pauses of one of four real ranks are named within ten steps; what a busy machine does
+to the ranks is not."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_what_is_slow_on_a_real_rank_is_named_within_ten_steps(
 def test_a_busy_machine_has_no_slow_rank_in_a_hundred_steps(
     workers: list[WorkerProcess], corpus: str, mesh: str
 ) -> None:
-    """Steps take as long as the cores allow that other processes use, too. All share two cores: a rank whose core has
-    another busy thread is slow indeed."""
+    """Steps are slower because other processes use the cores, too. All ranks share two cores: pinned to one of them
+    beside a busy thread, a rank would indeed be slow."""
     plan = small_plan(corpus, mesh)
     with ranks_of(workers, plan.mesh.size) as ranks, busy_cores(ranks):
         start_run(ranks, plan)
@@ -99,7 +99,7 @@ def busy_cores(ranks: list[WorkerProcess]) -> Iterator[None]:
 
 
 def pin(pids: list[int], cores: list[int]) -> None:
-    """All threads of these processes run on these cores."""
+    """Pins all threads of these processes to these cores."""
     for pid in pids:
         for thread in os.listdir(f"/proc/{pid}/task"):
             os.sched_setaffinity(int(thread), cores)
@@ -128,7 +128,7 @@ def injected(rank: WorkerProcess, kind: str) -> Iterator[None]:
     arguments: dict[str, tuple[Any, ...]] = {
         "compute": ("slow_compute", 1.15),
         "doubled compute": ("slow_compute", 2.0),
-        # Four ranks on two cores are starved for up to 0.055 s a step; a loader counts if it is later than that.
+        # Four ranks on two cores are starved for up to 0.055 s a step; a loader counts only beyond that.
         "loader": ("slow_loader", 0.1),
         "link": ("slow_link", "SEND_F", 0.03),
     }

@@ -85,7 +85,7 @@ def test_after_a_fence_no_file_appears_and_the_next_generation_saves(workers, co
     """Rank 1 dies before its part of the snapshot is complete: no other rank's part may appear later."""
     plan, folder = plan_for("zb-h2, no update taken back", corpus), checkpoint.folder_of(tmp_path, 3)
     start_run(workers, plan)
-    for call in (("run", 0, 3, True), ("snapshot", 3)):  # which the end of the open step completes: it never comes
+    for call in (("run", 0, 3, True), ("snapshot", 3)):  # completed by the end of the open step, which never comes
         call_all(workers, *call)
     asked = written(workers, folder, 3)
     time.sleep(0.2)

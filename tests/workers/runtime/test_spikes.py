@@ -96,7 +96,7 @@ def test_a_spike_has_the_bits_of_a_step_that_never_counted(
 def test_without_its_window_a_resumed_run_would_take_the_spike(
     fleet: Fleet, corpus: str, tmp_path: Path, resumes: bool
 ) -> None:
-    """What the tests of resumed runs rely on: a window that begins anew has too few steps."""
+    """The tests of resumed runs rely on this: a window that starts over has too few steps."""
     plan = make_plan("1f1b", corpus, {"pp": 2, "microbatches": 2})
     folder = checkpoint.folder_of(tmp_path, 3)
     run_and_save(fleet, plan if resumes else replace(plan, spikes=None), 3, folder)

@@ -38,7 +38,7 @@ def profiles_of(results: list) -> dict[int, tuple[ProfileEvent, ...]]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "axes", "graphs"), CASES)
 def test_profiled_steps_have_the_same_bits_and_a_mark_for_every_instruction(fleet, corpus, name, axes, graphs):
-    """A step that is rolled back has marks of what it has done before, too."""
+    """A step that is rolled back also has the marks of what it did before."""
     plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "microbatches": 4, "data": corpus, "model": SHALLOW, **axes})
     plan, calls = replace(plan, cuda_graphs=graphs), [(0, 3, True), (3, 3)]
     profiled = fleet.run(replace(plan, profile_steps=CHOSEN), calls)
@@ -76,7 +76,7 @@ def plan(corpus: str) -> Plan:
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Callable[..., Runner]:
-    """A generation of a rank in this process."""
+    """Starts a generation of a rank in this process."""
 
     def make(plan: Plan, generation: int = 1, previous: Runner | None = None) -> Runner:
         runner = Runner(plan, 0, tmp_path / "progress", generation, previous=previous)

@@ -1,4 +1,4 @@
-"""The gradients of tied embeddings become their sum over the ranks, in their own memory where a rank has all of one."""
+"""The gradients of tied embeddings become their sum over the ranks, in place where a rank has the entire gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ELSEWHERE = torch.arange(SIZE, dtype=torch.float32)  # what the other ranks cont
 
 
 def reduced(monkeypatch: pytest.MonkeyPatch, parts: list[EmbeddingPart]) -> Tensor:
-    """What the ranks have added up."""
+    """The sum over the ranks."""
     given = list[Tensor]()
 
     def all_reduce(total: Tensor, group: object) -> None:

@@ -1,4 +1,4 @@
-"""Every token that counts weighs 1 / (tokens that count in the global batch), however few there are in a microbatch."""
+"""Every target token weighs 1 / (target tokens in the global batch), however few there are in its microbatch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKED_CP: dict[str, Any] = {"cp": 2, "dp": 2, "model": HEADS}
 def masked_plan(
     folder: Path, seed: int, share: float, packing: Packing, name: str, sizes: dict[str, Any], *, ramp: bool
 ) -> Plan:
-    """Of documents of 2 to 30 tokens, of which a random `share` counts."""
+    """A plan on documents of 2 to 30 tokens, a random `share` of which are targets."""
     path = random_corpus(folder / "masked", seed, 160, 30, targets=share)
     data = data_of(path, document_mask=True, packing=packing, cache=str(folder))
 

@@ -65,7 +65,7 @@ def test_any_units_and_reductions_equal_one_process(
 @slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_sharded_units_have_the_bits_of_whole_stages(fleet, corpus, zero: int) -> None:
-    """In bfloat16, where every step is reduced once: the order of sums is then the same, but in the float64 norm."""
+    """In bfloat16, where every step is reduced once: the order of sums is then the same, except in the float64 norm."""
     options = MemoryOptions(zero=zero)
     plans = [
         plan_of("zb-h2", 2, 2, 4, corpus, "bfloat16", unit_layers=units, memory_options=options, clip=CLIP)
@@ -82,7 +82,7 @@ def test_sharded_units_have_the_bits_of_whole_stages(fleet, corpus, zero: int) -
     [("zb-h2", "full"), *(pytest.param(name, "none", marks=slow) for name in ("zb-v", "dualpipe", "1f1b"))],
 )
 def test_units_have_the_bits_of_whole_stages(fleet, corpus, name, recompute) -> None:
-    """With clipped gradients, too: the factor of all has the same float32 digits."""
+    """Even with clipped gradients: the factor has the same float32 digits."""
     runs = []
     for unit_layers in (None, 1, 2):
         given = {"dtype": "float32", "clip": CLIP, "recompute": recompute, "unit_layers": unit_layers}
@@ -106,7 +106,7 @@ SAVINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("saving", ["ZeRO-3, two units", *(pytest.param(each, marks=slow) for each in SAVINGS)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=slow)])
 def test_no_saving_changes_a_bit(fleet, corpus, saving: str, dtype: str) -> None:
-    """Of a run in whole stages whose steps are reduced once, by two replicas. A saving brings its own units."""
+    """Compared with whole stages, one reduction a step and two replicas. A saving brings its own units."""
     plain_and_saved: list[dict[str, Any]] = [{}, SAVINGS[saving]]
     plans = [plan_of("1f1b", 2, 2, 4, corpus, dtype, clip=CLIP, **more) for more in plain_and_saved]
     plain, saved = (fleet.run(plan, [(0, STEPS)])[0] for plan in plans)
@@ -117,8 +117,8 @@ def test_no_saving_changes_a_bit(fleet, corpus, saving: str, dtype: str) -> None
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (1, 4), (2, 2)])
 @pytest.mark.parametrize("zero", [2, 3])
 def test_zero_divides_all_but_a_few_units(zero: int, pp: int, dp: int) -> None:
-    """The planned bytes of a Llama: shards, with the weights and the gradients of two units; the weights of the small
-    ends may lie beside those."""
+    """The planned bytes of a Llama: shards, and the weights and gradients of two units, possibly with the weights of
+    the small units at both ends."""
     sizes = ["model.hidden=512", "model.heads=8", "model.ffn=1536", "model.layers=16", "model.vocab=512"]
     axes = [f"mesh.pp={pp}", f"mesh.dp={dp}", "schedule.name=1f1b", "schedule.microbatches=4", f"zero.stage={zero}"]
     more = ["memory.unit_layers=1"]

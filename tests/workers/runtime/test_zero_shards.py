@@ -127,7 +127,7 @@ def test_gradients_in_bfloat16_are_rounded_sums_of_groups(fleet, corpus, name, s
 @pytest.mark.parametrize(("name", "sizes"), [("1f1b", FOUR), ("dualpipe", MIRRORED)])
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_checkpoint_resumes_with_shards_and_without(fleet, corpus, tmp_path, before, name, sizes, zero):
-    """In which everything is once, written by all ranks."""
+    """It holds everything once, written by all ranks."""
     plans = [plan_with(corpus, shards, zero, name, sizes, dtype="float32") for shards in (before, 2 - before)]
     folder = checkpoint.folder_of(tmp_path, 1)
     outcomes = run_and_save(fleet, plans[0], 1, folder)
@@ -154,7 +154,7 @@ def test_runs_with_shards_and_replicas_repeat_and_resume_bit_identically(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", [replace(each, gathers=True) for each in (DELAYED, BLOCK)])
 def test_runs_in_8_bits_repeat_and_resume_bit_identically(fleet, corpus, tmp_path, spec):
-    """Scales of the step before, and gathers in 8 bits."""
+    """With scales of the previous step, and with gathers in 8 bits."""
     sizes = {"dp": 4, "layers": 2, "microbatches": 1, "memory_options": MemoryOptions(zero=3), "zero_shards": 2}
     plan = fp8_plan(spec, "1f1b", {**sizes, "unit_layers": 1, "dtype": "float32"}, corpus)
     assert any(map(plan.size_in_8_bits, plan.param_shards)) and plan.num_zero_shards(plan.param_shards[0]) == 2
@@ -173,5 +173,5 @@ def test_runs_in_8_bits_repeat_and_resume_bit_identically(fleet, corpus, tmp_pat
     ],
 )
 def test_a_lost_rank_gets_its_shards_from_replicas(workers, corpus, name, sizes, zero, more, fault):
-    """And the run ends with the bits of one without the loss, without a checkpoint."""
+    """The run needs no checkpoint and ends with the bits of one without the loss."""
     check_recovery(workers, plan_with(corpus, 2, zero, name, sizes, dtype="float32", **more), 12, fault)

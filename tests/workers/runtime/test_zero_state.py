@@ -60,7 +60,7 @@ def test_a_checkpoint_restores_on_any_mesh_and_zero_stage(fleet, corpus, tmp_pat
 
 
 def test_ranks_read_every_element_of_a_checkpoint_once(fleet, corpus, tmp_path, monkeypatch):
-    """With ZeRO; otherwise one holder reads and sends it to the others (`Runner.restore`)."""
+    """With ZeRO; otherwise one holder reads them and sends them to the others (`Runner.restore`)."""
     plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", memory_options=MemoryOptions(zero=3))
     folder = checkpoint.folder_of(tmp_path, 1)
     run_and_save(fleet, plan, 1, folder)
@@ -139,7 +139,7 @@ def test_every_optimizers_state_has_the_planned_bytes(corpus, zero, options):
 @pytest.mark.parametrize("holders", [1, 2, 4])
 @pytest.mark.parametrize("zero", range(4))
 def test_bytes_are_as_in_the_paper(corpus, zero, holders):
-    """Section 5, with gradients in four bytes, and without the halves of master weights that are weights anyway: 2N +
+    """Section 5, with gradients in four bytes, and master weights without the half that the weights already hold: 2N +
     4N + 10N bytes without ZeRO, where the paper has 2N + 2N + 12N."""
     options = MemoryOptions(zero=zero if holders > 1 else 0)
     plan = plan_of("1f1b", holders, 1, 8 // holders, corpus, "bfloat16", memory_options=options)

@@ -64,8 +64,8 @@ def test_a_sum_has_the_bits_of_rounded_terms_added_in_order(fleet: Fleet, corpus
 
 @pytest.mark.parametrize("zero", [0, *(pytest.param(zero, marks=slow) for zero in (1, 2, 3))])
 def test_in_float64_it_is_as_close_to_one_process_as_rounding_allows(fleet: Fleet, corpus: str, zero: int) -> None:
-    """Halves of a batch have gradients of about the same size, so their sum is as close as they are: within 2**-8
-    for a rounding of terms and one of sums."""
+    """Halves of a batch have gradients of about the same size, so their sum is as close as they are: within 2**-8 for
+    one rounding of the terms and one of the sum."""
     plan = narrow_plan(corpus, "zb-h2", {"dp": 2, "pp": 2}, zero, "float64")
     outcomes, (mean_losses, gradients, _, weights) = fleet.run(plan, [(0, 1)]), reference(plan)
     assert_sums_of_rounded_terms(plan, [outcome.reductions for outcome in outcomes])
@@ -99,7 +99,7 @@ def test_zero_1_and_2_with_one_reduction_a_step_have_the_same_bits(fleet: Fleet,
 @slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_run_resumes_on_another_mesh(fleet: Fleet, corpus: str, tmp_path: Any, zero: int) -> None:
-    """The losses stay those of one process but for the rounding."""
+    """The losses stay those of one process except for rounding."""
     first = narrow_plan(corpus, "dualpipe", {"dp": 1, "pp": 4, "model": MODEL}, 0, "float64")
     run_and_save(fleet, first, 1, tmp_path / "step-00000001")
     second = plan_of("1f1b", 2, 2, 4, corpus, memory_options=MemoryOptions(zero=zero))

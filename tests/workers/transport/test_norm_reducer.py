@@ -22,7 +22,7 @@ def cancelled() -> torch.Tensor:
 
 @pytest.fixture
 def ranks(cancelled: torch.Tensor) -> Iterator[list[NormReducer]]:
-    """Those of one pipeline of two."""
+    """The reducers of a pipeline of two ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     clients = [dist.TCPStore("127.0.0.1", store.port) for _ in range(2)]
     found = [NormReducer(client, 0, rank, 1, 2, cancelled) for rank, client in enumerate(clients)]

@@ -74,7 +74,7 @@ def plan_with(case: Case, zero: int, *, bf16: bool = False) -> Plan:
 
 
 class Expected:
-    """The weights of every step and the gradients of every microbatch, made up."""
+    """Made-up weights of every step and gradients of every microbatch."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -233,7 +233,7 @@ class Rank:
 
 
 def run(plan: Plan, seed: int, ignored: str = "") -> list[torch.Tensor]:
-    """STEPS steps in an order drawn from a seed, without waiting for `ignored` flags; the sums of all shards."""
+    """Runs STEPS steps in an order drawn from a seed, ignoring waits for `ignored` flags; returns the shards' sums."""
     lanes, expected = Lanes(), Expected(plan)
     ranks = [Rank(plan, rank, lanes, expected) for rank in range(plan.mesh.size)]
     flags = SimulatedFlags(lanes, ignored)
@@ -275,7 +275,7 @@ def test_every_order_gives_the_weights_and_sums_of_the_step(case: Case, zero: in
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_in_bfloat16_every_order_gives_the_bits_of_rounded_terms_in_the_order_of_ranks(case: Case, zero: int) -> None:
-    """In chunks of 64 elements."""
+    """Sums are made in chunks of 64 elements."""
     plan = plan_with(case, zero, bf16=True)
     for seed in range(2):
         run(plan, seed)
@@ -300,7 +300,7 @@ def test_no_wait_can_be_left_out(event: str, case: Case, zero: int, bf16: bool) 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("wait", ["follow", "end"])
 def test_reads_wait_for_sums_and_sums_for_reads(wait: str, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where either does not, some order of what is left gives other sums."""
+    """If either does not wait, some order of the rest gives other sums."""
     monkeypatch.setattr(SimulatedLane, wait, lambda self: SimpleNamespace(wait=lambda: None))
     plan = plan_with(CASES[1], 2, bf16=bf16)
     with pytest.raises(AssertionError, match="in step"):

@@ -12,7 +12,7 @@ from pentad.workers.transport.peer_memory import PeerMemory
 
 
 def test_memory_that_cannot_be_shared_costs_a_sentence() -> None:
-    """As that of torch's expandable segments."""
+    """For example memory of torch's expandable segments."""
     memory = PeerMemory.__new__(PeerMemory)
     memory.driver = SimpleNamespace(cuMemGetAddressRange=lambda at: (0, at, 1), cuIpcGetMemHandle=lambda _: (1, None))
     sentence = r"^cluster.transport is peer: expected nccl, or PYTORCH_ALLOC_CONF without expandable_segments \("

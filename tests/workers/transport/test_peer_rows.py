@@ -1,5 +1,5 @@
-"""Rows that ranks exchange by reads of peers' memory: in every order that lanes and flags allow each rank gets
-what its peers shared in the same exchange, none waits for ever."""
+"""Rows that ranks exchange by reads of peers' memory: in every order that lanes and flags allow, each rank gets what
+its peers shared in the same exchange, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from thread_ranks import AXIS, SLOTS, ThreadFlags, flags_of, on_ranks
 from pentad.workers.parallel.row_exchange import RowGroup
 from pentad.workers.transport.peer_rows import MOST_VIEWS, READ, SHARED, PeerRows
 
-ELEMENTS = 12  # of a slot
+ELEMENTS = 12  # in a slot
 EXCHANGES = 11
-STEP = 4  # exchanges, which is no multiple of the slots
+STEP = 4  # exchanges, not a multiple of the number of slots
 FIRST = 4  # rank of the mesh whose coordinate is 0
 
 
 class Exchange(NamedTuple):
     size: int  # elements
     kind: Literal["gather", "part", "ring", "scatter"]  # ring: slots are read by the next rank alone
-    in_flight: int  # at most, itself included if there are others
+    in_flight: int  # at most, including itself if there are others
 
 
 def lane_of(lanes: Lanes, rank: int) -> SimulatedLane:
@@ -42,7 +42,7 @@ def shared_in(exchange: int, rank: int, size: int) -> torch.Tensor:
 
 
 def parts_in(exchange: int, rank: int, ranks: range) -> torch.Tensor:
-    """What a rank has for each of them in a scatter."""
+    """What a rank has for each rank in a scatter."""
     return shared_in(exchange, rank, ELEMENTS // len(ranks) * len(ranks)).view(len(ranks), -1)
 
 
@@ -81,7 +81,7 @@ def host(rank: int, ranks: range, lanes: Lanes, rows: PeerRows, plan: list[Excha
 def scatter(
     rows: PeerRows, exchange: int, rank: int, ranks: range
 ) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """(its arrival, pairs of what arrives and what is expected)"""
+    """(its arrival, pairs of what arrives and what is expected)."""
     values, index = parts_in(exchange, rank, ranks), rank - FIRST
     slot, size = rows.slot(values.shape, values), values.shape[1]
     parts = {peer: torch.empty(size, dtype=torch.float64) for peer in ranks if peer != rank}
@@ -166,8 +166,8 @@ def test_exchanges_give_each_rank_what_the_others_have_for_it(count: int) -> Non
 
 
 def test_peers_read_their_parts_in_the_order_in_which_they_are_made() -> None:
-    """No two ranks read the same one at the same time: each reads first from the rank before it, which makes the part
-    of the rank after it first."""
+    """No two ranks read the same peer at once: each reads first from the rank before it, which makes the part for the
+    rank after it first."""
     ranks, lanes = range(FIRST, FIRST + 4), Lanes()
     flags, (slots, memory) = SimulatedFlags(lanes, values=flags_of(ranks)), memory_of(ranks, lanes)
     found = []
@@ -204,7 +204,7 @@ def test_a_part_is_read_while_its_rank_makes_the_next_and_its_reader_the_first()
 
 
 class LoggedReads:
-    """Memory that knows in which order it was read."""
+    """Memory that records in which order it was read."""
 
     def __init__(self, memory: SimulatedMemory) -> None:
         self.memory, self.peers = memory, list[int]()

@@ -20,7 +20,7 @@ HOSTS = ((0, 2), (1, 3))
 
 @pytest.fixture
 def flags(monkeypatch: pytest.MonkeyPatch) -> dict[int, StreamFlags]:
-    """Of four ranks on two hosts."""
+    """The flags of four ranks on two hosts."""
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=Driver()))
     monkeypatch.setattr(stream_flags, "handle_of", lambda stream: 0)
     store = dist.HashStore()
