@@ -32,7 +32,7 @@ class Head(grpc.GenericRpcHandler):
 
 @pytest.fixture
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Head, str]]:
-    """What listens in place of a Ray head, and where."""
+    """The server in place of a Ray head, and its address."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     handler, server = Head(), grpc.server(ThreadPoolExecutor(1))
     server.add_generic_rpc_handlers((handler,))

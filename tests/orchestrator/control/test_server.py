@@ -1,4 +1,4 @@
-"""The control service: who may call it, what it answers, that it always answers, and that it leaves nothing behind."""
+"""The control service: who may call it and what it answers; it always answers and leaves nothing behind."""
 
 import json
 import os
@@ -115,8 +115,8 @@ with serving(Path(sys.argv[1])) as served:
 
 @pytest.mark.slow
 def test_a_process_forked_while_a_client_is_open_execs_its_program(tmp_path: Path) -> None:
-    """As tests start Ray nodes: without the setting in conftest.py, 40 of 1,000 died. In a process of its own, since a
-    fork copies the page tables of all that tests have imported."""
+    """This is how tests start Ray nodes: without the setting in conftest.py, 40 of 1,000 died. It runs in a process of
+    its own, since a fork copies the page tables of everything that tests have imported."""
     command = [sys.executable, "-P", "-c", FORKS, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / ".typings"), str(SUPPORT)])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What drivers of GPUs report of errors: in the journal, on the terminal and as evidence, once each."""
+"""Errors reported by GPU drivers (Xids) appear once each: in the journal, on the terminal and as evidence."""
 
 from __future__ import annotations
 

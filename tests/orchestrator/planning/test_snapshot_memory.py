@@ -1,4 +1,4 @@
-"""The host memory that `plan` counts for checkpoints is what a rank copies to."""
+"""The host memory that `plan` counts for checkpoints is what a rank uses for its copy."""
 
 from __future__ import annotations
 

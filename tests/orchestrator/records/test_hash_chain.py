@@ -1,4 +1,4 @@
-"""The chain of audit.jsonl: whatever is changed, left out, moved or added is found, at its line."""
+"""The hash chain of audit.jsonl: any line that is changed, left out, moved or added is found and named."""
 
 from __future__ import annotations
 
