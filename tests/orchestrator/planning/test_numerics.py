@@ -85,8 +85,7 @@ def test_the_plan_says_what_zero_3_gathers(precision: dict[str, Any], sections: 
 
 
 def test_weights_gathered_in_8_bits_have_half_the_bytes() -> None:
-    """Matrices take half the bytes on the links and in shards, and fewer once gathered, as their row form is not
-    needed."""
+    """On the links, in shards and where they are gathered; there they also serve as one of a matrix's two FP8 forms."""
     narrow = plan_with({"matmul": "fp8-block", "compute": "bfloat16"}, **SHARDED)
     wide = plan_with({"matmul": "fp8-row", "compute": "bfloat16"}, **SHARDED)
     matrices = sum(map(narrow.size_in_8_bits, narrow.param_shards_of(0)))
