@@ -20,7 +20,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Else gRPC keeps running in a forked process, whose files Python has closed, and may kill it before exec, as when Ray
-# starts its nodes (grpc/grpc#43055). The setting serves children that keep using gRPC without exec: there are none here.
+# starts its nodes (grpc/grpc#43055). No child here needs the support, which is for gRPC without exec.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 # Tests do not expect rates to which this machine was once calibrated.
@@ -142,7 +142,7 @@ def has_cuda() -> bool:
 
 @pytest.fixture(autouse=True)
 def same_numbers_every_time() -> None:
-    """Seeds torch, once it is imported, for tests that draw from it. Without a GPU, only the CPU generator is seeded, as
+    """Seeds torch, once imported, for tests that draw from it. Without a GPU, only the CPU generator is seeded, since
     torch.manual_seed records its caller for each kind of device, which takes milliseconds."""
     if torch := sys.modules.get("torch"):
         (torch if has_cuda() else torch.default_generator).manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the shell completes is right, and Tab needs none of the heavy libraries."""
+"""Shell completions are right, and Tab imports no heavy libraries."""
 
 from __future__ import annotations
 

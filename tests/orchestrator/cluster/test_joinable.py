@@ -1,4 +1,4 @@
-"""Whether a cluster can be joined is known before Ray tries to, and said in one sentence."""
+"""Before Ray tries to join a cluster, it is known whether that is possible; if not, one sentence says why."""
 
 from __future__ import annotations
 

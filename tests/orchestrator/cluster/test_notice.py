@@ -1,4 +1,4 @@
-"""What announces the end of a rank or its node, seen from the rank."""
+"""Notices that a rank or its node is about to end, as seen from the rank."""
 
 from __future__ import annotations
 

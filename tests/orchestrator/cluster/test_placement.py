@@ -1,4 +1,4 @@
-"""The order of ranks on places. Reserving places is tested with the worker group."""
+"""The order of ranks on places; test_group.py tests how places are reserved."""
 
 import random
 

@@ -36,7 +36,7 @@ def test_a_reserved_port_is_given_to_nobody_who_asks_for_any(options: tuple[int,
         port = held.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             server_on_any_port_of(port, options)
-    with server_on_any_port_of(port, options) as server:  # reserved no longer
+    with server_on_any_port_of(port, options) as server:  # no longer reserved
         assert server.getsockname()[1] == port
 
 

@@ -1,4 +1,4 @@
-"""What the lora section refuses, each in one sentence, and what a plan with adapters needs."""
+"""What the lora section refuses, each in one sentence, and the memory and traffic of plans with adapters."""
 
 from __future__ import annotations
 

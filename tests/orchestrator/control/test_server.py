@@ -161,7 +161,7 @@ def test_a_service_that_cannot_write_its_endpoint_does_not_run(tmp_path: Path) -
     (tmp_path / "control.json").mkdir()
     with pytest.raises(PentadError, match=r"control.json cannot be written"):
         ControlServer(tmp_path, "127.0.0.1", 0, ControlRequests())
-    assert threading.active_count() <= before + 1  # grpc keeps its own poller thread
+    assert threading.active_count() <= before + 1  # gRPC keeps a poller thread
     assert "control" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -340,7 +340,7 @@ def test_an_internal_error_is_reported_without_its_text(served: Served, capsys: 
     with pytest.raises(grpc.RpcError) as failed:
         raw(served, path_of("GetStatus"), b"")
     assert failed.value.details() == "GetStatus failed in the run's driver (TypeError)"
-    assert "Traceback" in capsys.readouterr().err  # for the person who runs the driver
+    assert "Traceback" in capsys.readouterr().err  # for whoever runs the driver
 
 
 SERVER = """

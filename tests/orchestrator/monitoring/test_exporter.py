@@ -1,4 +1,4 @@
-"""Prometheus scrapes what the exporter was given, under the agreed names and labels."""
+"""Prometheus scrapes what the exporter received, under the agreed names and labels."""
 
 import math
 import os

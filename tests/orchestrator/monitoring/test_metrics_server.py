@@ -1,4 +1,4 @@
-"""The server of metrics: probes, and clients that do not behave."""
+"""The metrics server: probes, and misbehaving clients."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_the_load_of_experts_is_relative_to_its_layer(run: PageRun) -> None:
     layers = [{"layer": 1, "load": [3.0, 1.0, 0.0, 0.0]}, {"layer": 2, "load": [1.0] * 4}]
     assert run.data.experts() == {"step": 0, "layers": layers}
     run.run(1, 2, loads=())
-    assert run.data.experts()["step"] == 0  # until ranks report another
+    assert run.data.experts()["step"] == 0  # kept until ranks report others
 
 
 @pytest.mark.quiet

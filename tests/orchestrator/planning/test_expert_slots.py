@@ -1,4 +1,4 @@
-"""Slots for experts' tokens: who has them, how many, and what the planner counts for them."""
+"""Slots for experts' tokens: which plans have them, how many, and what the planner counts for them."""
 
 from __future__ import annotations
 

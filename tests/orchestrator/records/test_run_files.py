@@ -77,13 +77,13 @@ def test_what_waits_is_written_in_order_by_one_thread_that_ends_at_close(
 
     monkeypatch.setattr(run_files, "append", seen)
     before = threading.active_count()
-    with files.lock:  # which keeps the writer from beginning
+    with files.lock:  # keeps the writer from beginning
         for number in range(3):
             files.append(path, {"number": number})
         files.replace(path, b"")
         files.append(path, {"number": 3})
     files.settle()
-    for number in range(4, 9):  # one after another: the thread waits for each
+    for number in range(4, 9):  # one by one: the thread waits for each
         files.append(path, {"number": number})
         files.wait()
         time.sleep(0.01)

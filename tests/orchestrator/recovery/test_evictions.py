@@ -62,7 +62,7 @@ def test_only_evict_moves_ranks(start: StartRun) -> None:
 
 def test_with_nowhere_to_go_the_run_goes_on_and_says_so_once(start: StartRun) -> None:
     run = start(*SQUARE, *EVICT)
-    run.fake.spare = [run.before[3].node]  # the node that it should leave
+    run.fake.spare = [run.before[3].node]  # the node that the rank should leave
     for _ in range(5):
         assert asked(run, slow(3)) is None
     (event,) = run.events("not evicted")

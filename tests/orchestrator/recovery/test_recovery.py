@@ -1,4 +1,4 @@
-"""Recovery on ranks that live in this process (`fake_ray`): replace, shrink, grow, restore, and give up."""
+"""Recovery on ranks in this process (`fake_ray`): replace, shrink, grow, restore, and give up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_lost_ranks_are_replaced_without_losing_a_step_while_replicas_survive(
     start: StartRun, ranks: tuple[int, ...], device: str
 ) -> None:
     run = start(*SQUARE, device=device)
-    has_state = {rank // 2 for rank in range(4) if rank not in ranks} == {0, 1}  # of both stages
+    has_state = {rank // 2 for rank in range(4) if rank not in ranks} == {0, 1}  # both stages have one
     state = run.recovery.recover(run.lose(*ranks), 7)
     how = run.events("recovered")[0]["how"]
     assert (how, state.version) == (("repair", 7) if has_state else ("checkpoint", 0))

@@ -197,7 +197,7 @@ def test_a_callback_that_raises_ends_the_run_with_a_checkpoint_and_it_resumes(tr
     seen: list[dict[str, Any]] = []
 
     def on_step(row: dict[str, Any]) -> None:
-        assert row in metrics(tmp_path)  # written before
+        assert row in metrics(tmp_path)  # written before the call
         seen.append(row)
         if row["step"] == 5:
             raise KeyError("mine")
