@@ -235,7 +235,7 @@ def test_a_stale_endpoint_of_a_killed_run_is_recognized(pentad: Pentad, folder: 
 
 
 def test_a_live_run_that_answers_nothing_is_not_taken_for_one_that_has_ended(pentad: Pentad, folder: Path) -> None:
-    """The run may be stopped (SIGSTOP): gRPC gives up after 20 s with the same error for both."""
+    """It may be stopped (SIGSTOP): after 20 s, gRPC reports the same error as for a run that has ended."""
     (folder / "control.json").write_text(json.dumps({"address": "127.0.0.1:1", "token": "t", "pid": 1}))
     with locked(folder, ""):
         status, _, err = pentad("resume", "trial")

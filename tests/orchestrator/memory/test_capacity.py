@@ -76,7 +76,7 @@ def test_the_chosen_capacity_fits_and_the_next_larger_one_does_not(config: RunCo
 
 
 def test_no_capacity_that_fits_is_larger(config: RunConfig) -> None:
-    """Tried with capacities up to USEFUL, one by one."""
+    """For memory that just fits one of many capacities up to USEFUL, or just does not."""
     factors = [number / STEPS for number in range(STEPS, int(USEFUL * STEPS) + 1, 25)]
     sizes = [needed(config, factor) for factor in factors]
     assert sizes == sorted(sizes)

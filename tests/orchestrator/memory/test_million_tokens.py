@@ -37,7 +37,7 @@ def test_the_page_has_the_planned_shares_bytes_and_mfu(number: int) -> None:
 
 
 def test_a_long_pipeline_is_planned_with_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that differ only in fractions share a program, and notes plan no more than they need: there were 359."""
+    """Plans that differ only in fractions share a program, and notes plan no more than they need: once it was 359."""
     compiled = list[str]()
 
     def counted(name: str, *given: Any, **options: Any) -> Program:

@@ -127,7 +127,7 @@ def test_a_pause_between_instructions_is_a_piece_of_the_host(
 
 def test_a_step_of_another_program_or_order_has_no_path() -> None:
     program, mesh, costs, timeline = step_of("1f1b", {"dp": 2}, MemoryOptions())
-    assert step_paths(compiled("1f1b", 4, 6, replicas=2), mesh, timeline) == {}  # of a ramp
+    assert step_paths(compiled("1f1b", 4, 6, replicas=2), mesh, timeline) == {}  # as in a batch ramp
     assert step_paths(compiled("gpipe", 4, 8, replicas=2), mesh, timeline) == {}  # the same instructions
     assert step_paths(program, mesh, Timeline("measured", timeline.spans[1:])) == {}
     other = to_mesh_ranks(simulate(compiled("1f1b", 4, 10, replicas=2), costs), mesh)

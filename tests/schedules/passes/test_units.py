@@ -21,7 +21,7 @@ NAMES = [name for name in CATALOGUE if name != "zb-auto"]
 
 
 def by_stage(program: Program) -> list[list[tuple[Op, int, int]]]:
-    """By rank, the work of an order with units, where consecutive units of a stage are one instruction."""
+    """(op, stage, microbatch) of each instruction of an order, by rank."""
     found = []
     for stream in program.streams:
         merged: list[tuple[Op, int, int]] = []

@@ -32,7 +32,7 @@ def costs_of(each: tuple[float, float, float, float]):
 
 
 def uneven(placed: Program) -> Costs:
-    """An LM head that costs half as much as a rank, and a slow rank."""
+    """Costs with an LM head half as expensive as a rank's layers, and with a slow rank."""
     f = [1 / placed.chunks] * placed.stages
     f[-1] += 0.5
     slowdown = (1.0,) * (placed.ranks - 1) + (1.25,)
