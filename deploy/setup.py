@@ -33,18 +33,18 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 UV = VENV / "bin" / "uv"
 LOG = VENV / "setup.log"
-SHARED = VENV / "shared.txt"  # packages of another Python, not to be installed again
+SHARED = VENV / "shared.txt"  # packages shared from another Python, not to be installed again
 TORCH = "torch==2.13.0"
 TORCH_FLOOR = (2, 11)
 TRITON = "triton==3.6.0"  # for Triton's interpreter, if torch comes without Triton
 CONSTRAINTS = ["-c", "constraints.txt"]
-SELDOM_IMPORTED = (  # pytest compiles hypothesis itself
+SELDOM_IMPORTED = (  # hypothesis: pytest compiles it itself
     r"/site-packages/(transformers/(cli|exporters|models|pipelines)|huggingface_hub/(cli|inference)|hypothesis|pydantic/v1"
     r"|ray/(air|data|llm|rllib|scripts|serve|train|tune)|torch/(_inductor|_vendor|testing)|torchgen|numpy/(distutils|f2py)"
     r"|sympy/(categories|codegen|combinatorics|parsing|physics|stats|testing|vector)|google/(api_core|auth|oauth2)"
     r"|pyasn1(_modules)?|pygments/lexers|networkx|mypyc?|pip|setuptools|virtualenv|distlib|.*/(benchmarks|tests?))/"
 )
-PIP_TO_UV = {  # what uv calls the settings of pip that say where packages come from
+PIP_TO_UV = {  # uv's names for pip's settings of package sources
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
     "find-links": "UV_FIND_LINKS",
@@ -112,8 +112,8 @@ def environment() -> dict[str, str]:
 
 @cache
 def uv_environment() -> dict[str, str]:
-    """The environment of uv, which reads none of pip's settings: those that say where packages come from. As with pip,
-    all indexes count alike."""
+    """The environment of uv, which ignores pip's settings: passes on those of package sources. As with pip, all indexes
+    have the same priority."""
     listed = subprocess.run(
         [PYTHON, "-m", "pip", "config", "list"], env=environment(), capture_output=True, text=True
     ).stdout.splitlines()
@@ -145,9 +145,9 @@ def install(*requirements: str) -> None:
 
 
 def compile_modules(packages: str) -> subprocess.Popen[bytes]:
-    """Starts to compile installed packages on all cores. Modules of a thousand models, the packages' own tests and
-    others that no run imports are left to those who import them. The status says nothing: some packages hold files
-    that no Python compiles."""
+    """Starts compiling installed packages on all cores. Modules that no run imports, such as those of a thousand models
+    and the packages' own tests, are compiled once imported. The exit status means nothing: some packages contain files
+    that no Python can compile."""
     folders = map(str, (VENV / "lib").glob(f"python*/site-packages/{packages}"))
     command = [str(PYTHON), "-m", "compileall", "-qq", "-j", "0", "-x", SELDOM_IMPORTED, str(VENV / "bin"), *folders]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -251,7 +251,7 @@ def install_torch() -> None:
 
 def install_pentad(purpose: str) -> None:
     """Installs this checkout in place, with its dependencies at the versions in constraints.txt."""
-    install("setuptools")  # builds pentad with the pinned one; in isolation the newest would be taken
+    install("setuptools")  # the pinned one builds pentad; an isolated build would take the newest
     extra = []
     if purpose != "run" and version(str(PYTHON), "triton") is None and platform.system() == "Linux":
         extra = [TRITON] if platform.machine() == "x86_64" else []

@@ -34,7 +34,7 @@ RANKS, MICROBATCHES = 4, 8
 
 
 def files() -> Iterator[tuple[Path, str]]:
-    """Every file that is generated, or has generated parts, and what it should hold."""
+    """Every file that is generated or has generated parts, and what it should contain."""
     yield DOCS / "configuration.md", configuration_page()
     yield DOCS.parent / "orchestrator" / "config" / "keys.txt", completion_keys()
     schedules, observability = DOCS / "schedules.md", DOCS / "observability.md"
@@ -51,7 +51,7 @@ def files() -> Iterator[tuple[Path, str]]:
 
 
 def learning_rates() -> dict[str, LearningRate]:
-    """Every schedule of 100 steps, 10 of warm-up, down to a tenth."""
+    """Every learning rate schedule, with 100 steps, 10 of them warm-up, and a minimum of a tenth of the peak."""
     options: dict[str, dict[str, int]] = {"wsd": {"stable_steps": 60}, "cosine_with_restarts": {"cycles": 3}}
     shapes = {name: get_args(DecayShape) if name == "wsd" else ("",) for name in get_args(ScheduleName)}
     return {
@@ -64,7 +64,7 @@ def learning_rates() -> dict[str, LearningRate]:
 
 
 def measured_curves(path: Path) -> Curves:
-    """Those that `pentad curves RUN --json` printed."""
+    """The curves that `pentad curves RUN --json` printed."""
     facts = json.loads(path.read_text(encoding="utf-8"))
     curves = [
         LossCurve(
@@ -79,7 +79,7 @@ def measured_curves(path: Path) -> Curves:
 
 
 def _filled(page: Path, **parts: str) -> str:
-    """The page with new text between the marks of each part."""
+    """The page with new text between the markers of each part."""
     text = page.read_text(encoding="utf-8")
     for name, part in parts.items():
         begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
@@ -151,7 +151,7 @@ def _gpus() -> str:
     return _table(heads, rows)
 
 
-# What memory.recompute can be: what F does not save then.
+# Value of memory.recompute -> what F does not save.
 RECOMPUTED = {
     "mlp": "gate and up products of a dense feed-forward network",
     "moe": "the same of experts, shared ones included",
@@ -166,7 +166,8 @@ RECOMPUTED = {
 
 
 def _recompute() -> str:
-    """Of a layer of Llama-3 8B and an expert layer of DeepSeek-V3, for a sequence on one GPU."""
+    """Table of memory.recompute for a layer of Llama-3 8B and an expert layer of DeepSeek-V3, with one sequence on one
+    GPU."""
     experts = Experts(256, 8, 2048, 2048, num_groups=8, topk_groups=4)
     models = (
         ModelSpec(1, 4096, 32, 8, 14336, 128256),
@@ -181,7 +182,7 @@ def _recompute() -> str:
 
 
 def _recomputed(model: ModelSpec, mode: str) -> tuple[str, str]:
-    """(MiB of a layer that are not saved, FLOPs to recompute them as a share of those of F, B and W)."""
+    """(MiB of a layer that are not saved, FLOPs of recomputing them relative to those of F, B and W)."""
     length, layer = 8192, LayerRange(0, 1)
     piece = Piece(1, length, "bfloat16", "cuda")
     totals = layer_effects(model, model.experts is not None, False, piece).totals

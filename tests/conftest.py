@@ -1,5 +1,5 @@
-"""Which tests run, and which of them in one process: those marked gpu only where CUDA is, those marked quiet only where
-tests run one after another, those marked slow or realmodel only when asked for."""
+"""Which tests run, and which share a process. Tests marked gpu run only with CUDA, those marked quiet only if tests run
+one after another, and those marked slow or realmodel only on request."""
 
 import gc
 import os
@@ -19,16 +19,16 @@ from sharing import SHARED_CLUSTER, file_of, group_of, position
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Else gRPC runs on in a forked process, whose files Python has closed, and ends it before it becomes another program:
-# grpc/grpc#43055. So Ray starts its nodes; nothing here forks to stay what it is.
+# Else gRPC keeps running in a forked process, whose files Python has closed, and may kill it before exec, as when Ray
+# starts its nodes (grpc/grpc#43055). No child here needs the support, which is for gRPC without exec.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
-# Rates that this machine was once calibrated to are not those that tests expect.
+# Tests do not expect rates to which this machine was once calibrated.
 os.environ["PENTAD_CACHE"] = "/nonexistent"
 
-EXAMPLES = {"default": 10, "slow": 100}  # of each test of random data
-TESTS, LONGEST_NAME = str(Path(__file__).parent), 40  # characters, of a parameter of a test
-SLOW_SECONDS = 300  # after which a slow test hangs, even on a busy machine
+EXAMPLES = {"default": 10, "slow": 100}  # per property test
+TESTS, LONGEST_NAME = str(Path(__file__).parent), 40  # characters of a parameter's name
+SLOW_SECONDS = 300  # after which a slow test is taken to hang, even on a busy machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No deadlines: a busy machine is no failure. No randomness: a run says the same as the one before."""
+    """Hypothesis has no deadlines, as a busy machine is no failure, and no randomness, so that runs are repeatable."""
     late = [hypothesis.HealthCheck.too_slow]
     for name, number in EXAMPLES.items():
         hypothesis.settings.register_profile(
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Groups in the order in which they are collected, each to one process."""
+    """Schedules groups in the order of collection, each on one process."""
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     config.option.loadscopereorder = False
@@ -61,8 +61,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Every second process collects from the end: where nothing is compiled yet, it would else compile the same files
-    at the same time as another, and so each finds what the other has compiled."""
+    """Every second process collects from the end. Else, when nothing is compiled yet, processes would compile the same
+    files at the same time; this way, each finds what the others have compiled."""
     report = yield
     if isinstance(collector, pytest.Directory) and os.environ.get("PYTEST_XDIST_WORKER", "")[-1:] in {*"13579"}:
         report.result.reverse()
@@ -70,8 +70,8 @@ def pytest_make_collect_report(
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """A short name of what pytest would number: a dataclass, such as a model, is called as the constant that has it,
-    sizes {'ep': 2} are ep2, and a named tuple of words and numbers is their list."""
+    """Short names for values that pytest would number: that of its constant for a dataclass, such as a model; ep2 for
+    sizes {'ep': 2}; the values of a named tuple of words and numbers."""
     name = None
     if is_dataclass(val):
         modules = [each for each in tuple(sys.modules.values()) if TESTS in (getattr(each, "__file__", None) or "")]
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionstart() -> None:
-    """What is collected lives as long as the process: garbage collection need not look at it, then or later."""
+    """Collected tests live as long as the process: garbage collection need not traverse them, now or later."""
     gc.disable()
 
 
@@ -111,7 +111,7 @@ def pytest_collection_finish() -> None:
 
 
 def mark_unsampled(items: list[pytest.Item], marks: dict[pytest.Item, set[str]]) -> None:
-    """Of the cases of a test marked sampled(count), all but this many, evenly spaced, are slow."""
+    """Marks all cases of a test marked sampled(count) slow, except `count` evenly spaced ones."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if "sampled" in marks[item] and "slow" not in marks[item]:
@@ -126,7 +126,7 @@ def mark_unsampled(items: list[pytest.Item], marks: dict[pytest.Item, set[str]])
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], unwanted: set[pytest.Item]) -> None:
-    """Deselects tests: to skip thousands of them, each with its set-up and report, would take seconds."""
+    """Deselects tests, since skipping thousands of them, each with set-up and report, would take seconds."""
     items[:] = [item for item in items if item not in unwanted]
     if unwanted:
         config.hook.pytest_deselected(items=list(unwanted))
@@ -142,15 +142,15 @@ def has_cuda() -> bool:
 
 @pytest.fixture(autouse=True)
 def same_numbers_every_time() -> None:
-    """Seeds torch for tests that draw from it; a test that does not import it is not to pay for that. Without a GPU
-    torch.manual_seed would note for each kind of device from where it was called, which takes milliseconds."""
+    """Seeds torch, once imported, for tests that draw from it. Without a GPU, only the CPU generator is seeded, since
+    torch.manual_seed records its caller for each kind of device, which takes milliseconds."""
     if torch := sys.modules.get("torch"):
         (torch if has_cuda() else torch.default_generator).manual_seed(0)
 
 
 @pytest.fixture
 def hangup() -> Iterator[None]:
-    """Lets SIGHUP have its effect here and in processes that a test starts: under nohup a suite ignores it."""
+    """Restores the default effect of SIGHUP, here and in processes that a test starts: under nohup it is ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -158,7 +158,7 @@ def hangup() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def only_its_files_see_the_shared_cluster(request: pytest.FixtureRequest) -> None:
-    """This process is connected to one Ray cluster at a time, whose token is in its environment."""
+    """A process can connect to one Ray cluster at a time, and has its token in the environment."""
     if "shared_cluster" in sys.modules and file_of(request.node.nodeid) not in SHARED_CLUSTER:
         sys.modules["shared_cluster"].stop_shared_cluster()
 
@@ -192,7 +192,7 @@ def rank_processes():
 
 @pytest.fixture
 def workers(rank_processes, request):
-    """Four rank processes that can be killed, shared by all tests; new ones after a test that fails."""
+    """Four rank processes that can be killed, shared by all tests; they are replaced after a test that fails."""
     failed = request.session.testsfailed
     yield rank_processes
     if request.session.testsfailed > failed:
@@ -203,7 +203,7 @@ def workers(rank_processes, request):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small corpus of English with as many tokens as the models of `plans` know."""
+    """A small English corpus with the vocabulary size of the models in `plans`."""
     from plans import MODEL
 
     from pentad.workers.data.sources import builtin_corpus

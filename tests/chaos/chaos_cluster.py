@@ -17,28 +17,28 @@ from pentad.workers.abort import Aborted
 DRIVER_NODE = "node0"
 RPC_SECONDS = 0.001
 DEATH_SECONDS = (0.015, 0.04)  # until the driver learns that a process has died
-NODE_SECONDS = (3.7, 8.0)  # that a node has
+NODE_SECONDS = (3.7, 8.0)  # that a node has died
 REACHABLE_AGAIN_SECONDS = 62.0  # after which Ray gives up a node that does not answer
-SECONDS = {"start": 0.2, "place": 0.0, "connect": 0.05, "warm": 1.0, "restore": 0.02, "serve": 0.01}  # of a call
-IDEMPOTENT = {"commit_copy", "held_copies", "status", "clock", "fence", "serve_copies"}  # may arrive twice
+SECONDS = {"start": 0.2, "place": 0.0, "connect": 0.05, "warm": 1.0, "restore": 0.02, "serve": 0.01}  # takes a call
+IDEMPOTENT = {"commit_copy", "held_copies", "status", "clock", "fence", "serve_copies"}  # calls that may arrive twice
 
-EXPECTED = (PentadError, OSError, RuntimeError, StaleGeneration, Aborted)  # errors of ranks; others are defects
+EXPECTED = (PentadError, OSError, RuntimeError, StaleGeneration, Aborted)  # errors of ranks; others are bugs
 
 
 class Node:
     def __init__(self, name: str) -> None:
         self.name, self.is_alive, self.cut_off = name, True, False
-        self.pending: list[Callable[[], None]] = []  # what arrives once it can be reached again
+        self.pending: list[Callable[[], None]] = []  # arrives once the node can be reached again
 
 
 class Process:
-    """One rank's process. While it is `stopped`, or waits for others from a node that is cut off, it stands still."""
+    """One rank's process. It stands still while it is `stopped`, or waits for a node that is cut off."""
 
     def __init__(self, cluster: Cluster, node: Node, pid: int, bundle: int) -> None:
         self.cluster, self.world, self.node, self.pid, self.bundle = cluster, cluster.world, node, pid, bundle
         self.is_alive, self.stopped, self.slow = True, False, 1.0
         self.deferred: list[Callable[[], None]] = []
-        self.tasks: dict[Task, None] = {}  # in their order, or a seed would not stand for one history
+        self.tasks: dict[Task, None] = {}  # ordered, so that a seed always plays the same history
         self.queues: dict[str, list[tuple[Ref, str, tuple[Any, ...]]]] = {}
         self.busy: set[str] = set()
         self.refs: dict[Ref, None] = {}
@@ -49,7 +49,7 @@ class Process:
 
     @property
     def is_well(self) -> bool:
-        """Whether no fault keeps it from answering, apart from its death."""
+        """Whether nothing but its death could keep it from answering."""
         return not self.stopped and not self.node.cut_off and self.node.is_alive
 
     @property
@@ -57,7 +57,7 @@ class Process:
         return self.is_alive and self.is_well
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """It stands for its progress file, too."""
+        """The process also poses as its progress file, which a worker removes."""
 
     def resume(self) -> None:
         self.stopped, deferred, self.deferred = False, self.deferred, []
@@ -149,7 +149,7 @@ class Ref:
 
 
 class Actor:
-    """A handle: `actor.METHOD.remote(...)` sends a call."""
+    """A handle of a process: `actor.METHOD.remote(...)` sends a call."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -157,13 +157,13 @@ class Actor:
     def __getattr__(self, name: str) -> Any:
         method = SimpleNamespace(remote=partial(self.process.cluster.call, self.process, name))
         method.options = lambda **_: method
-        self.__dict__[name] = method  # asked for once
+        self.__dict__[name] = method  # cached
         return method
 
 
 class Cluster:
-    """What the driver uses of Ray. `place(number)` names the node of a new process in a bundle; `on_start` is called
-    with each new process. `mangle(process, name)` says what befalls a call: '', 'late' or 'duplicated'."""
+    """What the driver uses of Ray. `bundles` names the node of each bundle; `make_worker` makes the worker of a new
+    process. `mangle(process, name)` says what happens to a call: '', 'late' or 'duplicated'."""
 
     def __init__(self, world: World, nodes: tuple[str, ...], make_worker: Callable[[Process], Any]) -> None:
         self.world, self.make_worker = world, make_worker
@@ -177,7 +177,7 @@ class Cluster:
         self.mangle: Callable[[Process, str], str] = lambda process, name: ""
 
     def create(self, at: int | str) -> Actor:
-        """A process in a bundle, or on a node without one."""
+        """Starts a process in a bundle (by number), or on a node without a bundle (by name)."""
         self.world.check()
         node, bundle = (self.bundles[at], at) if isinstance(at, int) else (at, -1)
         process = Process(self, self.nodes[node], 10_000_000 + len(self.processes), bundle)
@@ -231,7 +231,7 @@ class Cluster:
         return ref.value
 
     def kill(self, process: Process) -> None:
-        """As the driver has it killed: not before its node can be reached."""
+        """Kills a process for the driver, once its node can be reached."""
         if not self.world.inside:
             self.world.check()
         if process.node.cut_off:
@@ -252,7 +252,7 @@ class Cluster:
                 process.die(NODE_SECONDS)
 
     def cut_off(self, node: Node, seconds: float) -> None:
-        """Nothing gets to it or away from it for so long; Ray gives it up before, if that takes too long."""
+        """Nothing reaches or leaves the node for this long; if it is too long, Ray gives it up before."""
         node.cut_off = True
         if seconds > REACHABLE_AGAIN_SECONDS:
             self.world.at(REACHABLE_AGAIN_SECONDS, partial(self.lose, node))
@@ -276,7 +276,7 @@ class Cluster:
             each(process)
 
     def end_job(self) -> None:
-        """The driver is gone, and so are its ranks soon."""
+        """Ends the ranks of a driver that is gone."""
         for node in self.nodes.values():
             if node.cut_off:
                 self.reach(node)

@@ -1,4 +1,4 @@
-"""Copies of simulated ranks' states in the memory of others."""
+"""Copies of simulated ranks' states in the memory of other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pentad.workers.replication.source import CopySource
 
 
 def read_copy(cluster: Cluster, copies: HostCopies, source: CopySource) -> tuple[set[State], PentadError | None]:
-    """The states that all parts of a copy have, which are in this process or in others, and why one cannot be read."""
+    """The states in all parts of a copy, whether in this process or in others, and the error if one cannot be read."""
     found = set[State]()
     for each in source.parts:
         data = copies.find(each.part.key, each.part.owner)

@@ -1,4 +1,4 @@
-"""What simulated ranks compute and send each other: their streams, their states, and where they meet.
+"""What simulated ranks compute and send each other: their streams, their states, and their collectives.
 
 The state of a parameter shard after `n` steps is one number, which depends on the batches of these steps and on the
 samples that were counted: two ranks have the same state only if they have counted the same.
@@ -26,7 +26,7 @@ from pentad.workers.checkpoint.storage import storage_errors, storage_of
 if TYPE_CHECKING:
     from chaos_history import Simulation
 
-UNIT_SECONDS = 0.02  # of F of a whole rank, of B and of W
+UNIT_SECONDS = 0.02  # each of F, B and W of a whole rank
 NUMBER = 2**62
 INITIAL = 1
 
@@ -36,19 +36,19 @@ def next_state(state: int, batch: int, samples: int) -> int:
 
 
 def digest(batch: int, microbatch: int) -> int:
-    """Of the samples of a microbatch of a global batch."""
+    """The digest of the samples in a microbatch of a global batch."""
     return hash((batch, microbatch, 77)) % 2**40
 
 
 class State(NamedTuple):
-    """Of one part of a parameter shard."""
+    """The state of one part of a parameter shard: steps done, and a value."""
 
     steps: int
     value: int
 
 
 class Action(NamedTuple):
-    """An instruction, or an overlapped pair, as a rank runs it; `before`, `within` and `after` are points of faults.
+    """An instruction or overlapped pair, as a rank runs it. `before`, `within` and `after` are points for faults.
     `parts` are those that send, count or commit something, each with its key."""
 
     before: str
@@ -57,7 +57,7 @@ class Action(NamedTuple):
     waits: tuple[Any, ...]  # keys of receives and collectives
     parts: tuple[tuple[Any, Any], ...]
     seconds: float
-    meets: bool  # with the ranks that share its layers
+    meets: bool  # whether ranks that share its layers meet in it
 
 
 def compiled(plan: Plan, pp: int) -> tuple[Action, ...]:
@@ -80,7 +80,7 @@ def _acts(part: Any, stages: int) -> bool:
 
 
 class Meeting(Signal):
-    """Over once all of `absent` have come. `total` adds up what they bring."""
+    """A collective, over once all of `absent` have come. `total` adds up what they bring."""
 
     def __init__(self, members: Sequence[int]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Meeting(Signal):
 
 
 class Snapshot(Signal):
-    """The state after some step, once it has fired."""
+    """Fires with the state after some step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Fabric:
         return found
 
     def come(self, meeting: Meeting, rank: int, brings: int = 0, value: Any = None) -> None:
-        """What a rank sends arrives, unless its node cannot be reached."""
+        """A rank joins a meeting, once its node can be reached."""
         if rank not in meeting.absent:
             return
         process = self.processes.get(rank)
@@ -159,7 +159,7 @@ def parts_of(plan: Plan, rank: int) -> tuple[tuple[ParamShard, int, int], ...]:
 
 
 def members_of(plan: Plan, at: Coordinates, stage: int) -> tuple[int, ...]:
-    """The ranks that reduce the gradients of a stage with the one there."""
+    """The ranks that reduce the gradients of a stage together with the one at these coordinates."""
     mesh = plan.mesh
     places = [
         Coordinates(dp=dp, pp=pp, cp=cp, tp=at.tp, ep=ep)
@@ -172,7 +172,7 @@ def members_of(plan: Plan, at: Coordinates, stage: int) -> tuple[int, ...]:
 
 
 def read_state(folder: Any) -> State:
-    """Of a checkpoint, as a rank reads it. All parts must be there and be the same. Raises Damaged and Unreadable."""
+    """The state in a checkpoint, as a rank reads it. All parts must exist and agree. Raises Damaged and Unreadable."""
     found, counts, opened = set[State](), dict[str, set[int]](), open_checked(folder).opened
     assert opened is not None
     for shard in read_manifest(folder).shards:
@@ -207,7 +207,7 @@ def write_state(
 
 
 def _name_of(plan: Plan, rank: int, part: tuple[ParamShard, int, int], *, whole: bool) -> str:
-    """As a checkpoint has it. Replicas write equal parts, or one of them the `whole`."""
+    """The name of a part in a checkpoint. Replicas write equal shares of it, or one of them the `whole`."""
     shard, index, count = part
     if not whole:
         holders = plan.holders(shard)

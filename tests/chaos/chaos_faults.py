@@ -1,4 +1,4 @@
-"""Has the faults of a scenario happen: at the points that ranks reach, or while the driver does something."""
+"""Injects the faults of a scenario when ranks reach certain points, or while the driver does something."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NOTICE_SECONDS, DRAIN_SECONDS, STORAGE_SECONDS = 30.0, 25.0, 8.0
 OF_STEPS = ("before F", "within F", "after F", "within B", "within W", "before NORM", "before STEP")
-ALSO = {  # what a point is reached by, besides itself
+ALSO = {  # point -> names by which it is reached
     "recovering": ("recovering", "restoring"),
     "saving": ("saving", "committing"),
     "within B": ("within B", "within BW"),
@@ -31,12 +31,12 @@ ALSO = {  # what a point is reached by, besides itself
 
 
 class Faults:
-    """Those of one history. They happen one after another, in the order of the scenario."""
+    """The faults of one history. They happen one after another, in the order of the scenario."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.world, self.cluster = simulation, simulation.world, simulation.cluster
         self.left = list(simulation.scenario.faults)
-        self.points = self._points()  # at which the next one may happen
+        self.points = self._points()  # where the next fault may happen
         self.happened: list[str] = []
         self.times = 0
         self.full_until = self.away_until = -1.0
@@ -74,7 +74,7 @@ class Faults:
             self.world.at(seconds, partial(self.happen, fault, process))
 
     def idle(self) -> bool:
-        """Whether the next fault is for a run that is paused, which it is then."""
+        """Whether the next fault is for a paused run, so that the run is to be paused."""
         fault = self.next
         return fault is not None and fault.point == "idle"
 
@@ -105,7 +105,7 @@ class Faults:
             self.world.random.choice(others).die()
 
     def _other_node(self, process: Process) -> Node:
-        """That of a rank, but never the driver's."""
+        """The node of a rank, or another one if that is the driver's."""
         if process.node.name != DRIVER_NODE:
             return process.node
         others = [node for node in self.cluster.nodes.values() if node.name != DRIVER_NODE]
@@ -178,7 +178,7 @@ class Faults:
         path.write_bytes(content)
 
     def _damage(self, do: Callable[[Path], None]) -> None:
-        """The newest checkpoint, or else the next one."""
+        """Damages the newest checkpoint, or the next one if there is none."""
         folders = list(complete_folders(self.simulation.checkpoints).values())
         if not folders:
             self.simulation.on_saved.append(partial(self._damage, do))
@@ -209,7 +209,7 @@ class Faults:
         return found
 
     def transfer(self, arrive: Callable[[], None]) -> None:
-        """What one rank sends another."""
+        """Delivers what one rank sends another, unless a fault delays or loses it."""
         if self.lost:
             self.lost = 0
             return
@@ -217,14 +217,14 @@ class Faults:
         self.world.at(seconds, arrive)
 
     def check_storage(self, *, writes: bool) -> None:
-        """Raises OSError while the storage of checkpoints does not answer, or takes no more."""
+        """Raises OSError while the checkpoint storage is down, or full."""
         if self.world.now < self.away_until:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if writes and self.world.now < self.full_until:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def check_disk(self) -> None:
-        """The same for the files of the run."""
+        """Raises OSError while the disk of the run's folder is full."""
         if self.world.now < self.full_until:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -245,7 +245,7 @@ def justified(simulation: Simulation, message: str) -> bool:
         ("does not see", kinds & {"store down"}),
         ("was not saved", kinds & {"disk full", "store down", "failed save"}),
         ("is intact", simulation.damaged),
-        (".safetensors has", simulation.damaged),  # since the driver has read it
+        (".safetensors has", simulation.damaged),  # damaged after the driver has read it
         ("manifest.json", simulation.damaged),
         ("no rank is left", lost),
         ("no node with room", kinds & {"node lost", "partition", "node drains"}),

@@ -1,10 +1,10 @@
-"""Runs the driver on a simulated cluster through the faults of a scenario, and checks that the run keeps its promises.
+"""Plays a scenario of faults on the driver, with a simulated cluster, and checks that the run keeps its promises.
 
 no sample is lost or counted twice     every committed step has the digest of its batch, in a chain that `verify`
                                        accepts, and all ranks have the state of these steps
 every evaluation that is due is made   and recorded once, of the weights after these steps
 no earlier generation acts             neither commits a step nor a checkpoint, and no number is used twice
-committed steps never go back          beyond the newest state that survives: replicas, copies or checkpoints
+committed steps never go back          beyond the newest surviving state: in replicas, copies or checkpoints
 the run ends                           within an hour of virtual time, with status 0 if all steps are done and saved,
                                        else with an error that the faults explain, and the same command continues
 """
@@ -48,7 +48,7 @@ from pentad.workers.checkpoint.checkpoint import complete_folders, open_checkpoi
 from pentad.workers.replication.parts import CopyKey
 
 real_fence, real_rewind = fence.fence, event_bus.EventBus.rewind
-MOST_COMMANDS = 8  # of one history
+MOST_COMMANDS = 8  # in one history
 
 
 class Broken(AssertionError):
@@ -56,7 +56,7 @@ class Broken(AssertionError):
 
 
 class Simulation:
-    """One history. `run` raises Broken, or whatever the driver should not have raised."""
+    """One history. `run` raises Broken, or any error that the driver should not have raised."""
 
     def __init__(self, scenario: Scenario, folder: Path) -> None:
         self.scenario, self.folder = scenario, folder
@@ -71,11 +71,11 @@ class Simulation:
         self.checkpoints = folder / "chaos" / "checkpoints"
         self.kinds: set[str] = set()
         self.damaged, self.on_saved = 0, list[Callable[[], None]]()
-        self.handed_over = self.refused = 0  # states of ranks, to another mesh; checkpoints, once the ranks were there
+        self.handed_over = self.refused = 0  # states, to another mesh; checkpoints, after placement
         self.fabrics: dict[int, Fabric] = {}
         self.compiled: dict[tuple[int, int], tuple[Action, ...]] = {}
-        self.plans: list[Plan] = []  # kept, so that their ids stay theirs
-        self.generation = self.earlier = 0  # newest that has begun; newest of earlier commands
+        self.plans: list[Plan] = []  # kept, so that ids are not reused
+        self.generation = self.earlier = 0  # the newest begun; the newest of earlier commands
         self.fenced_before = 0  # generations before this one are over
         self.recovers, self.pauses, self.floor = False, False, (-1, -1, -1)
         self.never = Signal()
@@ -90,7 +90,7 @@ class Simulation:
         self.faults = Faults(self)
         self.log: list[str] = []
 
-    # -- what ranks tell
+    # -- what ranks report
 
     def reached(self, point: str, process: Process, step: int = -1, within: float = 0.0) -> None:
         self.faults.reached(point, process, step, within)
@@ -109,7 +109,7 @@ class Simulation:
         self.faults.transfer(arrive)
 
     def on_damage(self) -> None:
-        """Of a checkpoint: a recovery may have to do without it."""
+        """A checkpoint is damaged: recoveries may have to do without it."""
         self.damaged += 1
         self.floor = *self.floor[:2], min(self.floor[2], self._newest_intact())
 
@@ -132,14 +132,14 @@ class Simulation:
     def check_copy(self, key: CopyKey) -> None:
         """A copy counts only once every part is in two processes."""
         if key.generation < max(self.generation, self.fenced_before):
-            return  # told late
+            return  # a late report
         held = [process.worker.copies for process in self.cluster.processes]
         for owner in range(key.parts):
             if sum(each.find(key, owner) is not None for each in held) < 2:
                 raise Broken(f"the copy of {key.step} steps counts without the part of rank {owner} in its holder")
 
     def check_state(self, runner: SimRunner) -> None:
-        """A rank's state is that of exactly its steps."""
+        """A rank's state reflects exactly its steps."""
         while len(self.values) <= runner.version:
             step = len(self.values) - 1
             self.values.append(next_state(self.values[-1], step, self._samples(step)))
@@ -183,7 +183,7 @@ class Simulation:
     # -- what the driver does
 
     def fenced(self, group: groups.WorkerGroup, state: fence.RecoveryState, record: Any) -> None:
-        """The driver's `fence`, and what must survive it."""
+        """Runs the driver's `fence`, and records what must survive it."""
         self.recovers = True
         healthy = [a.process for r, a in enumerate(group.actors) if r not in state.lost and a.process.is_healthy]
         try:
@@ -248,22 +248,22 @@ class Simulation:
             self.spares_used += len(entry.get("spares", ()))
 
     def on_ranks_placed(self, view: Any) -> None:
-        """As the watch of slow ranks."""
+        """Does what the watch for slow ranks does."""
         self.bus.lasting_slow_ranks = ()
 
     def on_steps(self, rows: Any, spans: Any) -> None:
-        """The driver has recorded steps: it may be time for a pause."""
+        """Pauses the run if the next fault is for a paused run and its step has been recorded."""
         fault = self.faults.next
         if self.faults.idle() and fault is not None and rows[-1]["step"] >= fault.step:
             self.requests.pause()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("on_") or name == "close":  # as a Watcher
+        if name.startswith("on_") or name == "close":  # so that this is a Watcher
             return lambda *_: None
         raise AttributeError(name)
 
     def pause(self, seconds: float) -> None:
-        """The driver waits for a request."""
+        """Called while the driver waits for a request."""
         if self.faults.idle() and not self.pauses:
             self.pauses = True
             self.world.at(0.2, self.faults.happen_idle)
@@ -292,7 +292,7 @@ class Simulation:
             self.check_files(may_be_torn=status != 0)
             if status == 0:
                 break
-            if "checkpoint.restart_if_damaged" in message:  # as the error says
+            if "checkpoint.restart_if_damaged" in message:  # as the error advises
                 section = self.config.checkpoint.model_copy(update={"restart_if_damaged": True})
                 self.config = self.config.model_copy(update={"checkpoint": section})
             if status == 1 and not justified(self, message):
@@ -306,7 +306,7 @@ class Simulation:
             raise Broken("the run ended with status 0, without an intact checkpoint of its last step")
 
     def _command(self) -> tuple[int, str]:
-        """The status and the error of one command."""
+        """Runs one command; returns its exit status and error."""
         display: Any = Silent()
         try:
             interrupts: Any = SimpleNamespace(stop=None)
@@ -324,7 +324,7 @@ class Simulation:
                 raise Broken(f"process {process.pid} of rank {process.rank} is left after the run")
 
     def _rejoin(self) -> None:
-        """Whoever starts the run again has enough nodes."""
+        """Brings lost nodes back: whoever starts the run again has enough of them."""
         self.cluster.draining.clear()
         for bundle, name in enumerate(self.cluster.bundles):
             node = self.cluster.nodes[name]
@@ -333,7 +333,7 @@ class Simulation:
             assert not node.cut_off, bundle
 
     def check_files(self, *, may_be_torn: bool) -> None:
-        """What `pentad verify` checks, except that the samples are those of this simulation."""
+        """Checks what `pentad verify` checks, but with the samples of this simulation."""
         run = self.folder / "chaos"
         path = run / AUDIT
         if not path.exists():
@@ -351,7 +351,7 @@ class Simulation:
                 raise Broken(f"step {number} has batch {step.batch}, and not each of its samples once")
 
     def _evaluated(self) -> list[int]:
-        """The numbers of steps after which the run has evaluated its weights."""
+        """The step counts after which the run has evaluated its weights."""
         rows = read_lines(self.folder / "chaos" / runfolder.EVALUATIONS)
         for row in rows:
             if row["loss"] != float(self.values[row["step"]]):
@@ -360,8 +360,8 @@ class Simulation:
 
 
 def _cut_torn_end(history: Any, metrics: Any) -> None:
-    """A driver that dies between the two files leaves steps of a call in audit.jsonl that metrics.jsonl lacks: the next
-    command rewinds them."""
+    """Drops steps that metrics.jsonl lacks, from a driver that died after writing audit.jsonl: the next command rewinds
+    them."""
     last = max((row["step"] for row in metrics), default=-1)
     history.steps = {number: step for number, step in history.steps.items() if number <= last}
 

@@ -1,4 +1,4 @@
-"""Puts simulations in the place of Ray, time and storage, as the driver sees them."""
+"""Replaces Ray, time and storage, as the driver sees them, with simulations."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ CLOCKED = (
 
 
 class Texts:
-    """Configurations of one history by what stands for them in files: to write and read YAML takes longer than most of
-    a history."""
+    """Configurations of one history, keyed by short texts that replace YAML in files: writing and reading YAML takes
+    longer than most of a history."""
 
     def __init__(self) -> None:
         self.configs: dict[str, RunConfig] = {}
 
     def dump(self, config: RunConfig) -> str:
         text = f"config: {id(config)}\n"
-        self.configs[text] = config  # which keeps its id
+        self.configs[text] = config  # kept, so that its id is not reused
         return text
 
     def read(self, folder: Path) -> RunConfig:
@@ -78,7 +78,7 @@ class Texts:
 
 
 class AtOnce:
-    """An executor without threads: the shards of a simulated checkpoint have some bytes."""
+    """An executor without threads, as the shards of a simulated checkpoint have only a few bytes."""
 
     def __enter__(self) -> AtOnce:
         return self
@@ -101,7 +101,7 @@ texts = Texts()
 
 
 def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> None:
-    """Replaces Ray, time and storage in the driver by those of the `current` simulation, once for all histories."""
+    """Replaces Ray, time and storage in the driver with those of the `current` simulation, once for all histories."""
     fake = SimpleNamespace(
         wait=lambda *a, **k: current().cluster.wait(*a, **k),
         get=Cluster.get,
@@ -169,7 +169,7 @@ def _lease(simulation: Simulation) -> Iterator[SimLease]:
 
 
 def _install_storage(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> None:
-    """Faults of the disk; and a driver that has died writes nothing more."""
+    """Injects faults of the disk, and lets a driver that has died write nothing more."""
 
     def guarded(function: Callable[..., Any], check: Callable[[Simulation], None]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -192,7 +192,7 @@ def _install_storage(patch: pytest.MonkeyPatch, current: Callable[[], Simulation
     local = local_storage.Local
     for name, writes in (("folders", False), ("files", False), ("opened", False), ("write", True), ("write_new", True)):
         patch.setattr(local, name, guarded(getattr(local, name), partial(of_storage, writes)))
-    patch.setattr(run_files, "in_daemon", lambda write: write())  # real threads know no virtual time
+    patch.setattr(run_files, "in_daemon", lambda write: write())  # real threads do not follow virtual time
     patch.setattr(run_files, "IDLE_SECONDS", 0.0)
     for module, name in ((run_files, "append"), (run_files, "replace_file"), (runfolder, "replace_file")):
         patch.setattr(module, name, guarded(getattr(module, name), of_run))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SimKeeper:
-    """The keeper of a run, as `Keeper`: it outlives the driver, and ends the ranks when the lease expires."""
+    """Simulates `Keeper`: it outlives the driver, and ends the ranks when the lease expires."""
 
     def __init__(self, simulation: Simulation, holder: Holder) -> None:
         self.simulation, self.world = simulation, simulation.world
@@ -26,7 +26,7 @@ class SimKeeper:
         self._watch()
 
     def end(self) -> None:
-        """With all ranks."""
+        """Ends, together with all ranks."""
         self.is_alive = False
         for process in self.simulation.cluster.processes:
             process.die()
@@ -40,7 +40,7 @@ class SimKeeper:
 
 
 class SimLease:
-    """What a driver uses of HeldLease. Ray knows at once that a killed driver is gone."""
+    """The part of HeldLease that drivers use. Ray knows at once that a killed driver is gone."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.world = simulation, simulation.world
@@ -83,13 +83,13 @@ class SimLease:
         self.found = False
 
     def close(self) -> None:
-        """Of a driver that ends by itself; one that is dead does nothing."""
+        """Called by a driver that ends by itself; a dead one does nothing."""
         self.world.check()
         if not self.is_lost():
             self.keeper.end()
 
     def _renew(self) -> None:
-        """While the driver lives."""
+        """Renews the lease, again and again, while the driver lives."""
         if self.simulation.lease is not self or self.world.driver_ends is not None or not self.keeper.is_alive:
             return
         assert self.keeper.lease.renew(self.driver, self.world.now), "the driver has lost the lease while it lived"
@@ -117,7 +117,7 @@ def leave(simulation: Simulation) -> None:
 
 
 def _pass(simulation: Simulation, seconds: float) -> None:
-    """Time without a driver."""
+    """Lets time pass without a driver."""
     world = simulation.world
     until = world.now + seconds
     while world.now < until and not simulation.cluster.head_gone:

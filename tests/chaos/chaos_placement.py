@@ -1,4 +1,4 @@
-"""Room elsewhere for ranks that are slow, on a node that joins for them."""
+"""Room elsewhere for slow ranks, on a node that joins for them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pentad.orchestrator.cluster.placement import Placement
 if TYPE_CHECKING:
     from chaos_history import Simulation
 
-ROOM_SECONDS = 0.5  # until the node is there
+ROOM_SECONDS = 0.5  # until the node has joined
 
 
 class SimPlacement(Placement):
-    """The cluster knows where each bundle is."""
+    """A placement whose bundles are those of the simulated cluster."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.cluster = simulation, simulation.cluster

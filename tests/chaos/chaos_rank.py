@@ -74,14 +74,14 @@ class SimRunner:
         self.everyone = range(plan.mesh.size)
         self.peers = [plan.mesh.rank(self.at._replace(pp=pp)) for pp in range(plan.mesh.pp)]
         self.parts = parts_of(plan, rank)
-        self.members: dict[int, tuple[int, ...]] = {}  # that reduce a stage's gradients
+        self.members: dict[int, tuple[int, ...]] = {}  # stage -> ranks that reduce its gradients
         kept: dict[Any, State] = previous.state if previous is not None and previous.plan.layers == plan.layers else {}
         complete = previous is not None and set(kept) >= set(self.parts)
         self.state: dict[Any, State] = {part: kept.get(part, State(0, INITIAL)) for part in self.parts}
         self.version: int = previous.version if previous is not None and complete else -1
         self.fabric: Fabric | None = None
         self.doing = -1, -1, self.world.now  # step, counter and since when
-        self.norm: tuple[int, int, Meeting] | None = None  # step, batch and NORM of the step that is not committed
+        self.norm: tuple[int, int, Meeting] | None = None  # step, batch and NORM of the uncommitted step
         self.ready_step = -1  # whose gradients are complete
         self.counted = 0
         self.newest: tuple[float, ...] = ()  # the digest of the newest committed step
@@ -238,7 +238,7 @@ class SimRunner:
     def _execute(
         self, part: Any, key: Any, step: int, batch: int, pending: dict[Any, Meeting], began: float
     ) -> Generator[Any, None, None] | None:
-        """Returns what it waits for, if it does."""
+        """Runs a part; returns what the rank then has to wait for, if anything."""
         fabric, op = self.fabric, part.op
         assert fabric is not None
         if op is Op.F:

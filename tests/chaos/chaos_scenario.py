@@ -1,5 +1,5 @@
-"""What a seed stands for: a run, and the faults that befall it. All cells of faults, points, schedules and meshes occur
-once in as many consecutive seeds."""
+"""Seed -> a run and its faults. Every combination of fault, point, schedule and mesh occurs once in as many consecutive
+seeds."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MESHES = (
     ("mesh.dp=2", "mesh.pp=2", "mesh.tp=2"),
 )
 CELLS = len(FAULTS) * len(POINTS) * len(SCHEDULES) * len(MESHES)
-_STRIDE = 7919  # a prime that divides no axis: neighbouring seeds differ in everything
+_STRIDE = 7919  # a prime that divides no axis, so that consecutive seeds differ in everything
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One of FAULTS, at the `nth` time that one of POINTS is reached from step `step` on."""
+    """One of FAULTS, which happens when one of POINTS is reached for the `nth` time from step `step` on."""
 
     kind: str
     point: str
@@ -46,7 +46,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`nodes` of the bundles; lost ones have a replacement after `replaced_after` seconds, None: never."""
+    """`nodes`: of each bundle. Lost ones are replaced after `replaced_after` seconds; None: never."""
 
     seed: int
     schedule: str
@@ -81,17 +81,17 @@ def scenario(seed: int) -> Scenario:
     if overrides[2] == "elastic.min_ranks=0":
         overrides.pop(2)
     overrides.append(f"elastic.driver_lease={Random(-1 - seed).choice((0, 30, 120))}")
-    least = 2 if "mesh.tp=2" in mesh else 1  # tensor ranks share a node
+    least = 2 if "mesh.tp=2" in mesh else 1  # tp ranks share a node
     size = max(least, random.choice((ranks // 2, ranks // 4)))
     nodes = tuple(f"node{bundle // size}" for bundle in range(ranks))
     first = Fault(kind, point, random.randrange(steps), random.randrange(ranks * 2))
     faults = [first]
     if point in ("placing", "loading", "connecting", "recovering"):
         faults[0] = replace(first, nth=random.randrange(ranks))
-        if point == "recovering" or random.random() < 0.5:  # while the first is recovered from
+        if point == "recovering" or random.random() < 0.5:  # during the recovery from a kill
             where = random.choice(("within F", "within B", "before NORM"))
             faults = [Fault("kill", where, random.randrange(1, steps), random.randrange(4)), faults[0]]
-    if kind in ("torn checkpoint", "flipped byte"):  # which somebody should have to read
+    if kind in ("torn checkpoint", "flipped byte"):  # force a recovery that reads it
         faults.append(Fault(random.choice(("driver killed", "two at once")), "before NORM", 0, random.randrange(2)))
     while random.random() < 0.3:
         kind, point = random.choice(FAULTS), random.choice(POINTS)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SimWorker(Worker):
-    """The real refusal of stale calls, around a simulated process."""
+    """The real Worker, which refuses stale calls, in a simulated process."""
 
     def __init__(self, simulation: Simulation, process: Process) -> None:
         self.simulation, self.process = simulation, process

@@ -1,4 +1,4 @@
-"""Virtual time: events in their order, and tasks of simulated processes, which wait for seconds or for signals."""
+"""Virtual time: ordered events, and tasks of simulated processes, which wait for seconds or for signals."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import count
 from random import Random
 from typing import Any, Protocol
 
-MAX_SECONDS = 3600.0  # of virtual time, after which a history does not end
-MAX_IDLE_CALLS = 20_000  # into the cluster while no time passes: the driver is in an endless loop
+MAX_SECONDS = 3600.0  # of virtual time; a longer history is taken not to end
+MAX_IDLE_CALLS = 20_000  # calls while no time passes, after which the driver is in an endless loop
 
 
 class NoProgress(Exception):
-    """The driver waits for ever, or turns in a circle."""
+    """The driver waits forever, or is in an endless loop."""
 
 
 class DriverEnded(BaseException):
-    """The driver's process ends here, in the middle of what it does."""
+    """The driver's process ends here, in the middle of its work."""
 
 
 class Host(Protocol):
-    """What runs a task: while it is `stopped`, its tasks stand still; once it is not `is_alive`, they are gone. Waiting
+    """What runs tasks: they make no progress while it is `stopped`, and end when it is no longer `is_alive`. Waiting
     takes `slow` times as long."""
 
     is_alive: bool
@@ -32,7 +32,7 @@ class Host(Protocol):
 
 
 class Signal:
-    """Fires once; whoever waits then continues, or gets the error."""
+    """Fires once; tasks that wait for it then continue, or get the error."""
 
     def __init__(self) -> None:
         self.fired, self.error = False, None
@@ -43,7 +43,7 @@ class Signal:
         self._release(None)
 
     def fail(self, error: Exception) -> None:
-        """Only those that wait now get the error."""
+        """Raises the error in the tasks that wait now, but in no later ones."""
         self._release(error)
 
     def _release(self, error: Exception | None) -> None:
@@ -53,7 +53,7 @@ class Signal:
 
 
 class Task:
-    """A generator that yields the seconds, or the Signal, that it waits for. `on_end` gets its value or its error."""
+    """A generator that yields the seconds or the Signal to wait for. `on_end` gets its value or its error."""
 
     def __init__(
         self,
@@ -94,15 +94,15 @@ class Task:
 
 
 class World:
-    """The clock, and what happens next. Only `wait` moves the clock: the driver takes no time."""
+    """The clock and the events to come. Only `wait` moves the clock: the driver itself takes no time."""
 
     def __init__(self, seed: int) -> None:
         self.now, self.random = 1000.0, Random(seed)
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = count()
         self.deadline = self.now + MAX_SECONDS
-        self.driver_ends: str | None = None  # why
-        self.broken: Exception | None = None  # what a rank found wrong, or is wrong with it
+        self.driver_ends: str | None = None  # the reason, if it ends
+        self.broken: Exception | None = None  # a broken promise or a bug in a rank
         self.inside = False  # an event is being handled
         self.idle_calls = 0
 
@@ -110,9 +110,9 @@ class World:
         heappush(self.heap, (self.now + seconds, next(self.numbers), do))
 
     def wait(self, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
-        """What the driver does: lets time pass until this many seconds are gone, or `over`."""
+        """Called by the driver: lets time pass for this many seconds, or until `over()`."""
         if self.inside:
-            return  # a rank that would sleep in the middle of a call
+            return  # called by a rank, which cannot sleep in the middle of a call
         self.check()
         heap, until, self.inside = self.heap, self.now + seconds, True
         try:
@@ -129,7 +129,7 @@ class World:
             self.now, self.idle_calls = max(self.now, until), 0
 
     def check(self) -> None:
-        """Raises DriverEnded if the driver has died, NoProgress once that is clear, and what is `broken`."""
+        """Raises DriverEnded if the driver has died, NoProgress if it makes none, and the error in `broken`."""
         if self.broken is not None and not self.inside:
             raise self.broken
         if self.driver_ends is not None and not self.inside:

@@ -1,4 +1,4 @@
-"""`pytest tests/chaos --seed N` plays one history again, and `current` is the simulation that the driver is on."""
+"""`pytest tests/chaos --seed N` replays one history. The fixture `current` holds the simulation the driver uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def memory() -> Iterator[Path]:
-    """A folder in memory, where there is one: a history writes some hundred files."""
+    """A folder in memory if possible, since a history writes some hundred files."""
     shared = Path("/dev/shm")
     folder = Path(mkdtemp(prefix="pentad-chaos-", dir=shared if shared.is_dir() else None))
     yield folder
@@ -25,7 +25,7 @@ def memory() -> Iterator[Path]:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list:
-    """Has one entry while a history runs. Ray, time and storage are simulated meanwhile."""
+    """A list that holds the running history's simulation. Ray, time and storage are simulated meanwhile."""
     from chaos_history import Simulation
     from chaos_install import install
 

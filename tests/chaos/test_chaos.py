@@ -1,4 +1,4 @@
-"""The driver in virtual time, through faults from a seed. A failure names its seed: `pytest tests/chaos --seed N`."""
+"""The driver in virtual time, with faults from a seed. A failure names its seed: `pytest tests/chaos --seed N`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def play_all(scenarios: Iterable[Scenario], memory: Path, current: list[Simulati
 
 
 def with_a(kind: str, number: int) -> Iterator[Scenario]:
-    """The first scenarios with such a fault."""
+    """The first scenarios with this kind of fault."""
     return islice((each for each in map(scenario, count()) if any(f.kind == kind for f in each.faults)), number)
 
 
@@ -51,7 +51,7 @@ def test_thousands_of_runs_keep_their_promises(first: int, memory: Path, current
 def test_slow_ranks_move_between_other_faults(
     number: int, memory: Path, current: list[Simulation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In runs that are long enough for that."""
+    """In longer runs, to give them the time."""
     monkeypatch.setattr(recovery, "CHECK_SECONDS", 0.0)
     played = play_all((replace(each, steps=30) for each in with_a("slow rank", number)), memory, current)
     assert sum(each.evictions for each in played) > 0.1 * number
@@ -61,7 +61,7 @@ def test_slow_ranks_move_between_other_faults(
 def test_spares_take_the_places_of_lost_ranks_between_other_faults(
     number: int, memory: Path, current: list[Simulation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which come later here, so that spares are ready."""
+    """Faults come later here, so that spares are ready."""
     monkeypatch.setattr(recovery, "CHECK_SECONDS", 0.0)
     played = play_all(map(spared, with_a("kill", number)), memory, current)
     assert sum(each.spares_used for each in played) > 0.3 * number
@@ -94,14 +94,14 @@ def test_a_rank_finds_a_byte_that_flipped_and_all_go_back_to_the_checkpoint_befo
 
 @pytest.mark.parametrize("number", [6, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_shards_with_replicas_keep_the_promises(number: int, memory: Path, current: list[Simulation]) -> None:
-    """Of which one is that no step is lost whose parts are all on living ranks."""
+    """For example, that no step is lost whose parts are all on living ranks."""
     mesh, nodes = ("mesh.dp=4", "mesh.pp=2", "zero.stage=2", "zero.shards=2"), tuple(f"node{r // 2}" for r in range(8))
     scenarios = (replace(each, mesh=mesh, nodes=nodes) for each in with_a("kill", number))
     play_all(scenarios, memory, current)
 
 
 def test_meshes_shrink_and_grow_through_memory_between_other_faults(memory: Path, current: list[Simulation]) -> None:
-    """Some of which happen meanwhile."""
+    """Some faults happen while the mesh changes."""
     played = play_all(map(scenario, (147, 337, 415, 1009)), memory, current)
     assert all(each.handed_over for each in played)
 
@@ -120,4 +120,4 @@ def test_every_fault_meets_every_point_schedule_and_mesh() -> None:
         found = scenario(seed)
         fault = found.faults[1 if found.faults[0].kind == "kill" and len(found.faults) > 1 else 0]
         firsts.add((fault.kind, fault.point, found.schedule, found.mesh))
-    assert len(firsts) > 0.9 * CELLS  # else the first one is a kill, for the second to meet the recovery
+    assert len(firsts) > 0.9 * CELLS  # else a kill, whose recovery the fault meets, comes first

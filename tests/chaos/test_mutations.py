@@ -1,4 +1,4 @@
-"""The simulator finds what is broken in a driver: each defect here is found by a seed, which is named."""
+"""The simulator finds bugs in a driver: for each one here, some seed finds it, and is named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEEDS = range(300)
 
 
 def no_fence(patch: Patch) -> None:
-    """The ranks are not told that their generation is over."""
+    """Ranks are not told that their generation is over."""
     call = fence._call_living
 
     def without(group: Any, lost: Any, method: str, *rest: Any) -> Any:
@@ -38,7 +38,7 @@ def no_fence(patch: Patch) -> None:
 
 
 def same_generation(patch: Patch) -> None:
-    """A command begins with the number of the one before."""
+    """A command begins with the generation of the one before it."""
     resume = driver._resume
 
     def repeated(*arguments: Any) -> driver.Beginning:
@@ -49,7 +49,7 @@ def same_generation(patch: Patch) -> None:
 
 
 def stale_calls(patch: Patch) -> None:
-    """Ranks take calls of earlier generations, and end no generation."""
+    """Ranks accept calls of earlier generations, and end no generation."""
     patch.setattr(Worker, "fence", lambda worker, generation: None)
 
 
@@ -81,7 +81,7 @@ def lost_evaluations(patch: Patch) -> None:
 
 
 def evaluated_twice(patch: Patch) -> None:
-    """Nobody looks which evaluations are recorded."""
+    """The driver does not check which evaluations are recorded."""
     patch.setattr(step_loop, "newest_evaluation", lambda rows: -1)
 
 
@@ -130,17 +130,17 @@ def unsaved_end(patch: Patch) -> None:
 
 
 def no_hangs(patch: Patch) -> None:
-    """Nobody looks whether the ranks make progress."""
+    """The driver does not check whether ranks make progress."""
     patch.setattr(step_loop.StepLoop, "_tick", lambda loop, statuses, *, stepping=False: None)
 
 
 def processes_left(patch: Patch) -> None:
-    """A run ends, and leaves its ranks."""
+    """A run ends and leaves its ranks behind."""
     patch.setattr(WorkerGroup, "stop", lambda group, *, kill=False: None)
 
 
 def late_publishing(patch: Patch) -> None:
-    """A checkpoint is committed in a generation that is over, and its files written."""
+    """The files of a checkpoint are written, and it is committed, in a generation that is over."""
     patch.setattr(Fence, "check", lambda self: None)
 
 
@@ -161,7 +161,7 @@ def damage_taken_for_intact(patch: Patch) -> None:
 
 
 def endless_lease(patch: Patch) -> None:
-    """Ranks wait for ever for another driver."""
+    """Ranks wait forever for another driver."""
     patch.setattr(Lease, "is_expired", lambda lease, now: False)
 
 

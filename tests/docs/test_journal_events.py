@@ -1,4 +1,4 @@
-"""The page on observability lists every event that a journal can have, and no other."""
+"""The observability page lists every event that a journal can have, and no other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from paths import ROOT
 
-NAMED_ELSEWHERE = {"slow rank", "slow rank over", "rebalanced", "replanned"}  # not where they are recorded
+NAMED_ELSEWHERE = {"slow rank", "slow rank over", "rebalanced", "replanned"}  # not in calls of `record`
 
 
 def recorded() -> Iterator[str]:
-    """The first arguments of all calls of `record` that are text, or one of two texts."""
+    """The first arguments of all calls of `record`, if they are string literals or a choice of two."""
     for path in (ROOT / "orchestrator").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             match node:

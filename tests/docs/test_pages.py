@@ -71,7 +71,7 @@ def _runs(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHead]:
-    """That of the Ray cluster of two ranks that the runs of a test share, though each would start its own."""
+    """The head of a Ray cluster for two ranks that the runs of a test share; otherwise each would start its own."""
     with launch(ClusterSection(), 2) as head:
         assert head is not None
         monkeypatch.setattr(head, "wait_for_address", cache(head.wait_for_address))
@@ -96,8 +96,8 @@ def test_every_command_of_the_first_pages_runs(folder: Path, capsys: pytest.Capt
     assert [json.loads(row)["step"] for row in rows] == list(range(6)), "the second run resumes after the first one's 4"
 
 
-ELSEWHERE = ("README.md", "first-hour.md", "hugging-face.md", "fine-tuning.md", "data.md")  # tests of their own
-LONG = ("train", "sweep", "doctor")  # verbs
+ELSEWHERE = ("README.md", "first-hour.md", "hugging-face.md", "fine-tuning.md", "data.md")  # have tests of their own
+LONG = ("train", "sweep", "doctor")  # verbs that take long
 OTHERS = [
     pytest.param(page, marks=[pytest.mark.slow] if any(verb in LONG for verb, *_ in commands(page)) else [])
     for page in PAGES
@@ -119,7 +119,7 @@ def _cluster_commands() -> Iterator[tuple[Path, list[str]]]:
 
 
 def test_every_cluster_command_is_one_that_controls_a_submitted_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Only their options are checked here: jobs/test_submitted.py runs these commands on a cluster."""
+    """Only options are checked here: jobs/test_submitted.py runs these commands on a cluster."""
     driven = (TESTS / "orchestrator" / "jobs" / "test_submitted.py").read_text()
     for page, (verb, *arguments) in _cluster_commands():
         assert f'"{verb}"' in driven, f"{page_id(page)}: pentad {verb}"

@@ -34,7 +34,7 @@ from fuzz_guard import Guard
 from fuzz_readers import Reader
 
 Make = Callable[[Path], AbstractContextManager[Reader]]
-# How many of 100 cases each gets.
+# How many of 100 cases each reader gets.
 READERS: dict[str, tuple[Make, float]] = {
     "configurations": (fuzz_readers.configurations, 9),
     "yaml texts": (fuzz_readers.yaml_texts, 5),
@@ -68,12 +68,12 @@ READERS: dict[str, tuple[Make, float]] = {
     "places of users": (fuzz_special.user_places, 0.3),
     "places of models": (fuzz_special.model_places, 0.3),
 }
-HANG_SECONDS, HANG_CPU_SECONDS = 900.0, 60.0  # without an end of a case; a busy machine gives it little
-MOST_FAILURES = 20  # of a reader, after which it is left
+HANG_SECONDS, HANG_CPU_SECONDS = 900.0, 60.0  # since the last case ended; on a busy machine CPU time is short
+MOST_FAILURES = 20  # of a reader, after which it is given up
 
 
 def play(name: str, seeds: range, folder: Path, on_case: Callable[[int], object] = lambda seed: None) -> Guard:
-    """Raises what a case has broken, with its seed."""
+    """Raises what a case broke, with its seed."""
     guard = Guard(folder)
     with READERS[name][0](folder) as reader:
         for seed in seeds:
@@ -89,7 +89,7 @@ def play(name: str, seeds: range, folder: Path, on_case: Callable[[int], object]
 
 
 def _child(name: str, seeds: range, progress: Path, said: Path) -> None:
-    """Plays seeds until one fails; the last line that it prints is JSON."""
+    """Plays seeds until one fails; the last line it prints is JSON."""
     with said.open("wb") as out:
         for number in (1, 2):
             os.dup2(out.fileno(), number)
@@ -115,7 +115,7 @@ def _packed(seed: int) -> bytes:
 
 
 def fuzz(name: str, cases: int) -> dict[str, Any]:
-    """Plays this many cases in a process forked from this one, and continues in another one after a failure."""
+    """Plays this many cases in a forked process, and continues in another one after each failure."""
     began, first = time.monotonic(), 0
     failures, parts = list[dict[str, Any]](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
@@ -146,7 +146,7 @@ def fuzz(name: str, cases: int) -> dict[str, Any]:
 
 
 def _wait(child: BaseProcess, progress: Path) -> bool:
-    """Whether it had to be killed, because no case has ended for long."""
+    """Waits for a child; returns whether it had to be killed because no case had ended for too long."""
     last, since, used = b"", time.monotonic(), 0.0
     while child.is_alive():
         child.join(0.2)

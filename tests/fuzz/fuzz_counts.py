@@ -1,4 +1,4 @@
-"""Counts that are far too large, in each key of a configuration and each option of a command."""
+"""Counts that are far too large, in each configuration key and each command option."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = (
 
 @contextmanager
 def large_keys(folder: Path) -> Iterator[Reader]:
-    """One or two keys of a configuration that is planned: each one in turn, and then any two."""
+    """One or two keys of a configuration to plan: each one in turn, then pairs."""
     files = [folder / "dense.yaml", folder / "experts.yaml"]
     for path, content in zip(files, (GIVEN, GIVEN | MORE), strict=True):
         path.write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""Damage that knows a format: the checks that ordinary damage ends at are made to hold again."""
+"""Damage that knows a format: it restores what the first checks look at, to get past them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pentad.workers.checkpoint.manifest import _canonical, _checksum
 from pentad.workers.data.corpus_index import CHECKED, INDEX_FILE, checksum_file
 
 Damage = Callable[[bytes, int], bytes]
-COUNTS = (2**31 - 1, 2**31, 2**63 - 1, 10**20)  # in the place of any count
+COUNTS = (2**31 - 1, 2**31, 2**63 - 1, 10**20)  # instead of any count
 HOSTILE: tuple[Any, ...] = (
     *COUNTS,
     *(None, True, -1, 0, 1, 2, 3, 1 << 62, 1 << 64, -(1 << 63), 1e20, 1e-20, 10**40, 0.5, float("inf"), float("nan")),
@@ -35,7 +35,7 @@ def damaged_tree(data: bytes, seed: int) -> bytes:
 
 
 def large_counts(data: bytes, seed: int) -> bytes:
-    """JSON with one of its integers far too large, or two."""
+    """JSON with one or two of its integers far too large."""
     random, tree = Random(seed), json.loads(data)
     places = [(parent, key) for parent, key in _places(tree) if type(parent[key]) is int]
     for parent, key in random.sample(places, min(len(places), random.choice((1, 1, 2)))):
@@ -44,7 +44,7 @@ def large_counts(data: bytes, seed: int) -> bytes:
 
 
 def damaged_manifest(data: bytes, seed: int) -> bytes:
-    """A checkpoint's manifest with other values and the checksum of those."""
+    """A checkpoint's manifest with other values, and the right checksum for them."""
     body = json.loads(data)
     random, rest = Random(seed), {key: value for key, value in body.items() if key != "checksum"}
     for _ in range(random.choice((1, 1, 2))):
@@ -56,7 +56,7 @@ def damaged_manifest(data: bytes, seed: int) -> bytes:
 
 
 def damaged_chain(data: bytes, seed: int) -> bytes:
-    """Lines of audit.jsonl with other values, moved or left out, and hashes of those."""
+    """Lines of audit.jsonl changed, moved or left out, with the right hashes for the result."""
     random, lines = Random(seed), [json.loads(line) for line in data.splitlines()]
     at = random.randrange(len(lines))
     match random.choice(("change", "change", "change", "remove", "repeat", "swap")):
@@ -82,7 +82,7 @@ def damaged_chain(data: bytes, seed: int) -> bytes:
 
 
 def with_checksums(folder: Path, shard: str) -> None:
-    """Makes the index of the corpus in `folder` describe the present bytes of a shard."""
+    """Updates checksums and index of the corpus in `folder` for a shard's present bytes."""
     content, index = (folder / shard).read_bytes(), json.loads((folder / INDEX_FILE).read_text())
     blocks = (content[at : at + CHECKED] for at in range(0, len(content), CHECKED))
     checksums = b"".join(struct.pack("<I", zlib.crc32(block)) for block in blocks)
@@ -118,12 +118,12 @@ def _changed(random: Random, tree: Any) -> Any:
 
 
 def _hostile(random: Random) -> Any:
-    """A copy: what is changed further must not come back in another case."""
+    """A hostile value, copied, so that further changes do not leak into other cases."""
     return copy.deepcopy(random.choice(HOSTILE))
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value in a tree, by what holds it and its key there."""
+    """(container, key) of every value in a tree."""
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
         yield tree, key
         yield from _places(tree[key])

@@ -1,4 +1,4 @@
-"""What every case of damaged input must keep: one sentence or success, within time and memory, with nothing left."""
+"""What holds for every case of damaged input: one sentence or success, within time and memory, with nothing left."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from pathlib import Path
 from pentad.orchestrator.cli.cli import main
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 
-MOST_SECONDS = 5.0  # of the process's CPU time, since a test machine may be busy
+MOST_SECONDS = 5.0  # of CPU time, since a test machine may be busy
 MOST_BYTES = 500 << 20
 LONGEST_SENTENCE = 2000
-SETTLE_SECONDS = 2.0  # for threads and sockets of a server to go
-PROGRESS = ("import-hf", "convert", "data")  # what says on stderr how far it is
-TRIES = 3  # what other threads of the process open meanwhile, they do not open every time
+SETTLE_SECONDS = 2.0  # for a server's threads and sockets to end
+PROGRESS = ("import-hf", "convert", "data")  # commands that report progress on stderr
+TRIES = 3  # other threads open things now and then, but not every time
 
 Read = Callable[[bytes], object]
 
 
 class Broken(AssertionError):
-    """An input that costs more than a sentence."""
+    """An input cost more than a sentence."""
 
 
 class Guard:
-    """Calls a reader with damaged content, and compares the process and the folder with what they were before."""
+    """Calls a reader with damaged content, and compares the process and the folder with their state before."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.refused, self.accepted = folder, 0, 0
         self.seconds, self.bytes = 0.0, 0  # of the worst case
 
     def check(self, read: Read, content: bytes) -> None:
-        """Raises Broken, or what else `read` raises that is no error of a user."""
+        """Raises Broken, or whatever `read` raises that is not a user error."""
         for _ in range(TRIES):
             if not (left := self._read(read, content)):
                 return
         raise Broken(left)
 
     def _read(self, read: Read, content: bytes) -> str:
-        """Says what is open afterwards and was not before."""
+        """Says what is open afterwards that was not before; empty: nothing."""
         files, before = set(self._files()), _open_things()
         _reset_peak()
         at_first, began = _memory("VmRSS"), time.process_time()
@@ -68,7 +68,8 @@ class Guard:
 
 
 def command(*words: str, statuses: Collection[int] = (0, 1)) -> None:
-    """A command line must succeed or print sentences; what `plan` and `checkpoint verify` print says what is wrong."""
+    """Runs a command, which must succeed or print sentences; `plan` and `checkpoint verify` may say on stdout what is
+    wrong."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         status = main(list(words))
@@ -96,7 +97,7 @@ def _open_things() -> tuple[int, int, int]:
 
 
 def _left_open(before: tuple[int, int, int]) -> str:
-    """What there is more than before; nothing: an empty text."""
+    """Says what is left open in addition to before; empty: nothing."""
     until = time.monotonic() + SETTLE_SECONDS
     while any(now > then for now, then in zip(_open_things(), before, strict=True)):
         if time.monotonic() > until:

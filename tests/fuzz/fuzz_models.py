@@ -1,4 +1,4 @@
-"""Folders of models that others wrote: of Hugging Face, PEFT and torch.distributed.checkpoint, and chat templates."""
+"""Model folders that others wrote, of Hugging Face, PEFT and torch.distributed.checkpoint; and chat templates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model_folder(folder: Path) -> Path:
 
 @contextmanager
 def model_configs(folder: Path) -> Iterator[Reader]:
-    """config.json of several families, whose tensors are listed."""
+    """config.json of several families, read to list the model's tensors."""
     models = {"llama": MODEL, "qwen2": FAMILIES["qwen2"], "gemma2": FAMILIES["gemma2"], "mixtral": MIXTRAL}
     intact = tuple(json.dumps(make_config(name, model, positions=64)).encode() for name, model in models.items())
 
@@ -65,14 +65,14 @@ def model_configs(folder: Path) -> Iterator[Reader]:
 
 @contextmanager
 def imports(folder: Path) -> Iterator[Reader]:
-    """A folder imported whole, with another config.json."""
+    """Imports of an entire folder with another config.json."""
     source = model_folder(folder)
     yield Reader(((source / CONFIG).read_bytes(),), JSON, _written(source / CONFIG, lambda: _import(source)))
 
 
 @contextmanager
 def imported_weights(folder: Path) -> Iterator[Reader]:
-    """With another safetensors file, whose header is its first part."""
+    """Imports with another safetensors file, whose first part is its header."""
     source = model_folder(folder)
     intact = (source / SINGLE).read_bytes()
 
@@ -142,7 +142,7 @@ def torch_checkpoints(folder: Path) -> Iterator[Reader]:
 
 @contextmanager
 def chat_templates(folder: Path) -> Iterator[Reader]:
-    """In tokenizer_config.json: of several templates the default one, rendered."""
+    """Templates in tokenizer_config.json; the default one is rendered."""
     path, messages = (
         folder / "tokenizer_config.json",
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],

@@ -48,7 +48,7 @@ BINARY: tuple[Damage, ...] = (damaged_bytes,)
 
 
 class Reader(NamedTuple):
-    """`read` gets a damaged one of the `intact` contents."""
+    """`read` is called with one of the `intact` contents after one of the `damages`."""
 
     intact: tuple[bytes, ...]
     damages: tuple[Damage, ...]
@@ -59,7 +59,7 @@ class Reader(NamedTuple):
 
 
 def _written(path: Path, then: Callable[[], object]) -> Read:
-    """Writes the content to a file, and does something with it. What is mapped or cached keeps its bytes."""
+    """Writes the content to a new file and calls `then`. Mapped or cached old files keep their bytes."""
 
     def read(content: bytes) -> object:
         path.unlink(missing_ok=True)
@@ -100,7 +100,7 @@ def configurations(folder: Path) -> Iterator[Reader]:
 
 @contextmanager
 def yaml_texts(folder: Path) -> Iterator[Reader]:
-    """The jobs of deploy/, which are read with what they include."""
+    """The jobs of deploy/, read with the files they include."""
     path = folder / "config.yaml"
     jobs = tuple(each.read_bytes() for each in sorted((ROOT / "deploy" / "jobs").glob("*.yaml")))
     yield Reader(jobs, TEXT, _written(path, lambda: load(path)))
@@ -172,7 +172,7 @@ def corpus_indices(folder: Path) -> Iterator[Reader]:
 
 @contextmanager
 def corpus_shards(folder: Path) -> Iterator[Reader]:
-    """With checksums of the damaged bytes, so that they are read."""
+    """Shards with checksums that match the damaged bytes, so that these are read."""
     corpus = _small_corpus(folder)
     path = next(corpus.glob("*.arrow"))
 
@@ -207,7 +207,7 @@ def run_folders(folder: Path) -> Iterator[Reader]:
 
 @contextmanager
 def run_statuses(folder: Path) -> Iterator[Reader]:
-    """control.json of a run that is not live any more."""
+    """control.json of a run that is no longer live."""
     config = load(None, [*SIZES, "run.name=trial", f"run.folder={folder}"])
     with RunFolder(config, make_plan(config, "cpu")) as run:
         run.event("start", generation=1, mesh="pp2")
@@ -267,7 +267,7 @@ def program_files(folder: Path) -> Iterator[Reader]:
 
 @contextmanager
 def programs(folder: Path) -> Iterator[Reader]:
-    """Programs with other instructions, intact as files."""
+    """Programs with other instructions, in files that are intact."""
     made = [compile_program(*size) for size in (("1f1b", 2, 3), ("zb-h2", 3, 6), ("interleaved", 2, 4))]
 
     def mutant(_: bytes, seed: int) -> bytes:
@@ -286,7 +286,7 @@ def programs(folder: Path) -> Iterator[Reader]:
 
 @contextmanager
 def orders(folder: Path) -> Iterator[Reader]:
-    """CSV of compute orders, compiled."""
+    """CSV of compute orders, which are compiled."""
     path, names = folder / "order.csv", ("1f1b", "zb-h1", "interleaved")
     intact = tuple(torch_csv.torch_csv(compile_program(name, 2, 4)).encode() for name in names)
     words = ("schedule", str(path), "--ranks", "2", "--microbatches", "4")

@@ -1,4 +1,4 @@
-"""What others send to a run: requests to its control service, to the server of copies in memory, and to its metrics."""
+"""What others send to a run: requests to its control service, to the server of copies in memory, and for metrics."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TOKEN = bytes(32)
 
 @contextmanager
 def control_calls(folder: Path) -> Iterator[Reader]:
-    """Requests to the control service; the first byte says which method, the second with which token. None of them
-    names the run's generation, so that what parses is refused as well."""
+    """Requests to the control service; the first byte selects the method, the second one the token. None names the
+    run's generation, so that even those that parse are refused."""
     with serving(folder) as served:
         host = served.endpoint["address"]
         options = (("grpc.enable_http_proxy", 0),)
@@ -60,7 +60,7 @@ def control_calls(folder: Path) -> Iterator[Reader]:
 
 @contextmanager
 def copy_requests(folder: Path) -> Iterator[Reader]:
-    """Messages to the server of copies in memory, with its token in front of most."""
+    """Messages to the server of copies in memory, most of them after its token."""
     copies = HostCopies()
     server = CopyServer(copies, "127.0.0.1", TOKEN)
     key, part = CopyKey(1, 4, 2), np.arange(64, dtype=np.uint8)
@@ -82,7 +82,7 @@ def copy_requests(folder: Path) -> Iterator[Reader]:
     seeds = [(b"", put, b""), (message(put), chunk, after), (message(put) + message(chunk, after), get, b"")]
 
     def requests(data: bytes, seed: int) -> bytes:
-        """Damaged JSON after its length, and after requests that are well."""
+        """Damaged JSON with its length, after valid requests."""
         before, request, its = next(each for each in seeds if data == TOKEN + each[0] + message(*each[1:]))
         changed = damaged_tree(json.dumps(request).encode(), seed)
         return TOKEN + before + len(changed).to_bytes(8, "little") + changed + its
@@ -101,11 +101,11 @@ def copy_requests(folder: Path) -> Iterator[Reader]:
 
 
 def _send(address: str, content: bytes) -> None:
-    """Sends to a server, and reads what it answers to the end."""
+    """Sends to a server and reads its whole answer."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), 5) as peer:
         peer.settimeout(20)
-        with suppress(OSError):  # the server has hung up
+        with suppress(OSError):  # the server has closed the connection
             peer.sendall(content)
             peer.shutdown(socket.SHUT_WR)
             while peer.recv(1 << 16):
@@ -114,7 +114,7 @@ def _send(address: str, content: bytes) -> None:
 
 @contextmanager
 def scrapes(folder: Path) -> Iterator[Reader]:
-    """Requests to the server of metrics."""
+    """Requests to the metrics server."""
 
     class Nothing:
         def collect(self) -> Iterator[Any]:

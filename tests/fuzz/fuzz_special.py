@@ -1,5 +1,5 @@
-"""What is no readable file, in each place where a run or a user has one: a named pipe whose other end nobody opens, a
-folder, a file of 4 GiB that holds nothing, and links to themselves and to nothing."""
+"""Special files in each place where a run or a user has a file: a named pipe whose other end nobody opens, a folder,
+an empty sparse file of 4 GiB, and links to themselves and to nothing."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ KINDS: dict[str, Make] = {
 
 
 class Place(NamedTuple):
-    """A file, or what may be one, and what reads it."""
+    """The path of a file or special file, and what reads it."""
 
     path: Path
     actions: tuple[Do, ...]
-    is_source: bool = False  # of any size, which takes its time
+    is_source: bool = False  # may have any size, which takes time to read
 
 
 def _command(*words: str | Path) -> Do:
@@ -83,7 +83,7 @@ def _command(*words: str | Path) -> Do:
 
 @contextmanager
 def run_places(folder: Path) -> Iterator[Reader]:
-    """Of a run that has ended."""
+    """Files of a run that has ended."""
     run, _, _ = ended_run(folder)
     save_small(folder_of(run / "checkpoints", 3), 3, {"seed": 7})
     (run / "control.json").write_text(json.dumps({"address": "127.0.0.1:1", "token": "x", "host": ""}))
@@ -188,7 +188,7 @@ def model_places(folder: Path) -> Iterator[Reader]:
 
 @contextmanager
 def _places(places: list[Place], folder: Path) -> Iterator[Reader]:
-    """Cases in turn: a place, what is there instead, and one of its actions."""
+    """Each case in turn: a place, what is there instead of a file, and one of the place's actions."""
     cases = [
         (at, kind, do)
         for at, place in enumerate(places)
@@ -230,8 +230,8 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _freed(path: Path) -> Iterator[None]:
-    """Lets go who waits for the other end of a pipe, and raises Broken. From another process: some hold the
-    interpreter's lock while they wait."""
+    """Frees readers that wait for the other end of a pipe, and raises Broken. Another process opens it, since some
+    readers hold the interpreter's lock while they wait."""
     if not path.is_fifo():
         yield
         return

@@ -1,4 +1,4 @@
-"""Damaged input of every kind costs one sentence, or nothing: the first cases of what `fuzz.py` plays."""
+"""Damaged input of every kind costs one sentence, or nothing: the first cases that `fuzz.py` plays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_more_damaged_input_costs_a_sentence(name: str, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("name", QUICK)
 def test_intact_input_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nothing would be damaged."""
+    """Else damage would be tested in vain."""
     monkeypatch.chdir(tmp_path)
     with READERS[name][0](tmp_path) as reader:
         for content in reader.intact:
@@ -54,7 +54,7 @@ def test_the_guard_finds_what_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
         "a sentence of 5000": fails,
         r"it takes \d+ MiB": lambda content: len(b"x" * (60 << 20)),
     }
-    for words, read in broken.items():  # more than tests before this one may still have to close
+    for words, read in broken.items():  # more than earlier tests may still close
         with pytest.raises(Broken, match=words):
             guard.check(read, b"content")
     monkeypatch.setattr("fuzz_guard.MOST_SECONDS", 0.05)

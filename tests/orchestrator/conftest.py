@@ -14,7 +14,7 @@ __all__ = ["pentad"]
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers communicate without other ranks."""
+    """Collectives inside layers work with one rank alone."""
     from fake_groups import fake_collectives  # imports torch
 
     fake_collectives(monkeypatch)

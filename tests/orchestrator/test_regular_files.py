@@ -1,4 +1,4 @@
-"""A pipe, a device, a link to itself or a file that would fill the memory costs one sentence, wherever it is named."""
+"""A pipe, a device, a link to itself or a file too large for memory costs one sentence, wherever it is named."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_schedule_of_ones_own_is_looked_at_before_it_is_read(tmp_path: Path, f
 def test_a_folder_is_looked_at_before_its_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked_folders, "MOST_JSON", 99)
     sparse(tmp_path / "model.safetensors", 100)
-    (tmp_path / ".#README.md").symlink_to("user@host.1")  # of an editor
+    (tmp_path / ".#README.md").symlink_to("user@host.1")  # an editor's lock
     assert checked_folder(tmp_path) == tmp_path
     check_corpora(["builtin:pydoc", "s3://a/b", str(tmp_path), str(tmp_path / "none")])
     sparse(tmp_path / "index.json", 100)

@@ -1,4 +1,4 @@
-"""What is measured trains: weights that stay zero are multiplied faster, and their loss stays what it was."""
+"""Measured models do train: weights that stay zero would be multiplied faster, and the loss would not change."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that have imported torch, as those of other tests; the benchmark's own import it in seconds."""
+    """Uses forked ranks that have imported torch, as other tests do; the benchmark's own take seconds to import it."""
     context = process_context()
     monkeypatch.setattr("ranks.mp.get_context", lambda method: context)
 
@@ -42,7 +42,7 @@ def test_the_error_of_a_rank_that_cannot_start_is_reported_at_once():
 
 @pytest.mark.timeout(100)
 def test_no_rank_begins_before_all_have_their_initial_weights():
-    """Ranks read them from each other, and nothing but the call that makes them tells when they are there."""
+    """Ranks read weights from each other, and only the call that makes them tells when they exist."""
     ranks = Ranks(90, when_restored_and_begun)
     config = load(ROOT / "deploy" / "jobs" / "cpu.yaml", ["mesh.dp=2", "mesh.pp=1", "zero.stage=1"])
     restored, began = zip(*ranks.run(make_plan(config, "cpu")), strict=True)

@@ -1,4 +1,4 @@
-"""The cases that are measured beside torchtitan can be planned, and fit the GPUs that they were written for."""
+"""The cases measured in comparison with torchtitan can be planned, and fit the GPUs they were written for."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from pentad.orchestrator.planning.planning import make_plan
 
 ROOT = Path(__file__).parents[2]
 CASES = yaml.safe_load((ROOT / "tests" / "bench" / "peers.yaml").read_text())
-H200_GIB = 139.8  # nvidia-smi, 143,771 MiB, less what CUDA takes
+H200_GIB = 139.8  # 143,771 MiB by nvidia-smi, minus what CUDA takes
 SLOW = [name for name in CASES if name != "8b-tp4"]
 
 

@@ -1,4 +1,4 @@
-"""Steps on thousands of GPUs, simulated from one replica."""
+"""Steps on thousands of GPUs, simulated with one replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark says about a profiled step."""
+"""What the benchmark reports about a profiled step."""
 
 from step_kernels import REST, longest_kernels, step_kernels
 

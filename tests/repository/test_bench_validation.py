@@ -1,4 +1,4 @@
-"""The committed scores of the planner are what it predicts."""
+"""The committed scores of the planner follow from what it predicts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_page_has_the_committed_errors_on_h100s() -> None:
 
 
 def test_seconds_follow_from_the_mfu_of_the_source() -> None:
-    """By its count of FLOPs."""
+    """Converted with the source's count of FLOPs."""
     row = family("nanotron").rows[2]
     plan, _ = row.plans[0]
     work = plan.batch.tokens * flops_per_token(plan.model, plan.batch.sequence_length, causal=False)

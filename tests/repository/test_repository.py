@@ -1,4 +1,4 @@
-"""Laws of the repository: who may import whom, what no file may hold, and that the wheel carries every file."""
+"""Laws of the repository: who may import whom, what no file may contain; and the wheel carries every file."""
 
 import ast
 import gc
@@ -44,7 +44,7 @@ MAY_IMPORT = {
         *("pentad.orchestrator", "pentad.workers", "pentad.schedules"),
     },
 }
-# Sub-folders, upper ones first: each imports only from those below it. "" is the package's own folder.
+# Subfolders, top ones first: each imports only from those below it. "" is the package's own folder.
 LAYERS = {
     "schedules": ("search", "", "diagnosis", "verify", "draw", "passes", "generators", "spec", "simulate", "ir"),
     "kernels": ("heads", "attention", "fp8", "moe", "optimizer", ""),
@@ -99,7 +99,7 @@ LAYERS = {
 }
 MOST_FILES = 16  # of a source folder
 RUNS_WHAT_IT_READS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-# In parts, so that this file does not hold what it forbids.
+# In parts, so that this file does not contain what it forbids.
 FORBIDDEN_WORDS = [
     *("/".join(("", *parts)) for parts in [("work", ""), ("root", ""), ("opt", "wheels"), ("opt", "pypi")]),
     *(
@@ -131,7 +131,8 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 @pytest.fixture(scope="module", autouse=True)
 def trees_are_dropped() -> Iterator[None]:
-    """A million objects, which garbage collection would look at again and again, also in all later tests."""
+    """Syntax trees are a million objects, which garbage collection would traverse again and again, even in later
+    tests."""
     gc.disable()
     yield
     nodes.cache_clear()
@@ -158,7 +159,7 @@ def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _modules(path: Path, known: set[str]) -> Iterator[str]:
-    """The modules of pentad that a file needs to be imported or run; what only type checkers see is left out."""
+    """The modules of pentad that a file needs when imported or run; imports for type checkers are left out."""
     unseen = {
         id(inner)
         for node in nodes(path)
@@ -213,7 +214,7 @@ def test_sub_folders_import_downward_only(package: str) -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Circles are looked for at every level, and count even where an import stands inside a function."""
+    """Cycles are searched for at every level, and count even if an import is inside a function."""
     names = {
         path: f"pentad.{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.')}"
         for path in sources(*FOLDERS)

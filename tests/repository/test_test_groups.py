@@ -1,4 +1,4 @@
-"""What the processes of a run share out between them: each group of tests is one process's."""
+"""How the processes of a run share out tests: all tests of a group run in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sharing import FILES, FLEET, INDEPENDENT, ORDER, group_of, position
 
 
 class Process:
-    """What the scheduler sees of one of its processes."""
+    """A worker process, as the scheduler sees it."""
 
     def __init__(self, name: str) -> None:
         self.gateway, self.shutting_down = SimpleNamespace(id=name), False

@@ -1,4 +1,4 @@
-"""Compile time per instruction does not grow with the program, and ranks share streams.
+"""Compile time per instruction does not grow with the program's size, and ranks share streams.
 
 `tests/bench/compile_speed.py` measures it; this file tests what holds on any machine.
 """
@@ -34,7 +34,7 @@ def test_an_instruction_of_a_larger_program_compiles_as_fast(name: str) -> None:
 @pytest.mark.quiet
 @pytest.mark.slow
 def test_units_and_zero_make_an_instruction_at_most_two_and_a_half_times_as_slow() -> None:
-    """The first figure is that of 1f1b by stages; the second one counts gathers, frees and reductions as well."""
+    """As in 1f1b by stages. Gathers, frees and reductions count as instructions, too."""
     ranks, units = 32, (8,) * 32
     options = MemoryOptions(zero=3, units=units, max_gathered=2, reduce=None, sizes=((1,),) * sum(units))
     times = []

@@ -142,7 +142,7 @@ def cases_in_8_bits() -> list[Any]:
 
 @pytest.mark.parametrize(("family", "scaling", "mode", "axes"), cases_in_8_bits())
 def test_stages_in_8_bits(one_rank, corpus, family, scaling, mode, axes):
-    """Of four layers the first stays in the compute dtype."""
+    """The first of the four layers stays in the compute dtype."""
     plan = plan_of("gpipe", 1, 2, 1, corpus, model=in_tiles(FAMILIES[family]), recompute=mode, **axes)
     plan = replace(plan, fp8=Fp8Spec(scaling, skip_first=1), batch=replace(plan.batch, sequence_length=128))
     for index in range(2):

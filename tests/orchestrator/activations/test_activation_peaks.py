@@ -1,4 +1,4 @@
-"""The bytes that a rank holds over its stream."""
+"""The bytes of activations that a rank holds along its stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def peaks(plan: Plan, program: Program) -> list[int]:
 
 
 def one_after_the_other(program: Program, *, backward_first: bool) -> Program:
-    """The same program without pairs."""
+    """The program with overlapped pairs split into two instructions each."""
     streams = []
     for stream in program.streams:
         parts = [action.parts[:: -1 if backward_first else 1] for action in stream]

@@ -1,4 +1,4 @@
-"""precision.kernels: what plans make of it, of what was measured, and what they refuse."""
+"""precision.kernels: what plans choose from it and from measured times, and what they refuse."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def table(*kernels: KernelTimes) -> RateTable:
 
 
 def times_of(plan: Plan, slow: str = "") -> list[KernelTimes]:
-    """Of all calls of a plan; Triton is the fastest unless it is to be slow."""
+    """Kernel times of all calls of a plan; Triton is the fastest unless it is `slow`."""
     seconds = ("cudnn", 2.0), ("triton", 3.0 if slow == "triton" else 1.0)
     return [KernelTimes(*shape, seconds) for shape in kernel_shapes(plan.model, piece_of(plan))]
 
@@ -101,7 +101,7 @@ def test_ranks_may_have_any_kernels_that_serve_them() -> None:
     for device, names in (("cpu", ("auto", "torch")), ("cuda", ("auto", "torch", "triton"))):
         for name in names:
             assert plan_with(f"precision.kernels={name}", device=device).kernels == KernelChoice(name)
-    for method in ("ring", "all_gather", "ulysses"):  # blocks are causal on the diagonal, and else entire
+    for method in ("ring", "all_gather", "ulysses"):  # blocks are causal on the diagonal, unmasked elsewhere
         plan = plan_with("precision.kernels=cudnn", ANY_ORDER, "mesh.cp=2", f"mesh.cp_method={method}")
         assert plan.kernels == KernelChoice("cudnn")
     latent = plan_with("precision.kernels=cudnn", ANY_ORDER, *LATENT)
@@ -235,7 +235,7 @@ def test_calibration_shows_what_was_measured() -> None:
 
 
 def test_memory_is_that_of_the_kernels_that_run() -> None:
-    """References have all scores at once; deterministic flash attention dq in many parts."""
+    """References hold all scores at once; deterministic flash attention holds dq in many parts."""
     plan = plan_with()
     shape = kernel_shapes(plan.model, piece_of(plan))[1]
     flash = KernelChoice("auto", ((KernelTimes(*shape, ()).key, "flash"),))

@@ -51,4 +51,4 @@ def test_ranks_between_the_ends_are_counted_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(estimate, "memory", counting)
     pipeline_memories(plan)
-    assert counted == [0, 1, 12, 15]  # the 12th has a layer more
+    assert counted == [0, 1, 12, 15]  # rank 12 has one layer more

@@ -19,7 +19,7 @@ MIXED = ["data.path=null", "data.sources=[{path: a/essays, weight: 3}, {path: b,
 
 
 def run_of(folder: Path, overrides: list[str], metrics: list[dict], held_out: list[dict], changes: list[int]) -> Path:
-    """A folder with these rows; keys that they lack are 0."""
+    """The folder of a run with these rows; keys that they lack are 0."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump(load(None, [f"run.name={folder.name}", *overrides])))
     rows: dict[str, list[dict[str, Any]]] = {
@@ -33,7 +33,7 @@ def run_of(folder: Path, overrides: list[str], metrics: list[dict], held_out: li
 
 
 def mixed_row(step: int) -> dict[str, Any]:
-    """Two sources of unlike losses and tokens; the second has none in every fourth step."""
+    """A row of two sources with different losses and tokens; the second has none in every fourth step."""
     code = (
         {"loss": None, "target_tokens": 0}
         if step % 4 == 3

@@ -10,7 +10,7 @@ from pentad.schedules.diagnosis.attribution import PARTS, RankStep
 
 
 def shown(ranks: int, width: int) -> list[list[str]]:
-    """The words of the table of parts, by row."""
+    """The words of each row of the table of parts."""
     parts = [dict.fromkeys(PARTS, 0) | {"compute": 100_000_000 + rank, "data": 10**9 * rank} for rank in range(ranks)]
     steps = tuple(RankStep(rank, each) for rank, each in enumerate(parts))
     console = Console(width=width)
@@ -27,6 +27,6 @@ def test_every_rank_has_a_column_where_they_fit(ranks: int, width: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "width"), [(4, 50), (8, 80), (9, 200)])
 def test_else_the_rank_that_has_most_of_a_part_is_named(ranks: int, width: int) -> None:
-    """Some ranks had no column, and nothing said so."""
+    """Ranks without a column used to be left out without a word."""
     heads, compute, *_ = shown(ranks, width)
     assert heads[-2:] == ["most", "on"] and compute[-2:] == ["rank", str(ranks - 1)]

@@ -1,4 +1,4 @@
-"""Results of the Python API are those of the command line, in objects that print what it prints."""
+"""Results of the Python API are those of the command line, as objects that print what it prints."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_plan_is_that_of_the_command_line(pentad: Pentad, overrides: dict[str,
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.Run:
-    """A run in runs/trial with four steps, of which the last two are measured."""
+    """A run of four steps in runs/trial, with measurements of the last two."""
     monkeypatch.chdir(tmp_path)
     config = load(None, ["run.name=trial", "run.steps=4"])
     plan = make_plan(config, "cpu")

@@ -28,7 +28,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.tensors import num_parameters
 from pentad.workers.hf.config import make_config
 
-# Billions of parameters, as their authors give them (of DeepSeek-V3 without multi-token prediction).
+# Billions of parameters as stated by the models' authors (for DeepSeek-V3, without multi-token prediction).
 PUBLISHED = {
     **{"llama-1b": 1.24, "llama-3b": 3.21, "llama-8b": 8.03, "llama-70b": 70.6, "llama-405b": 406},
     **{"qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8},

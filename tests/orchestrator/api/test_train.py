@@ -1,4 +1,4 @@
-"""`pentad.train` takes what a configuration can be, and runs wherever Python does."""
+"""`pentad.train` accepts every form of a configuration, and runs wherever Python does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPECTED = load(None, sections=SECTIONS)
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What reaches the driver; the run is then over."""
+    """The arguments of calls that reach the driver, which trains nothing."""
     monkeypatch.chdir(tmp_path)
     calls: list[dict[str, Any]] = []
 

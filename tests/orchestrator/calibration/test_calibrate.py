@@ -1,4 +1,4 @@
-"""Tables of rates: measured, written, read, and what plans make of them."""
+"""Tables of rates: measured, written and read, and how plans use them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_products_twice_as_fast_halve_what_is_computed() -> None:
 
 
 def test_each_cost_of_a_link_follows_its_own_rate() -> None:
-    """Of transfers, reductions and gathers between layers; those inside layers are others."""
+    """Transfers, reductions and gathers between layers; rates of collectives inside layers affect none of these."""
     assumed, mesh = rates_of("cuda", GPU), ("mesh.pp=2", "mesh.dp=2", "zero.stage=1", "schedule.microbatches=4")
     usual = costs(assumed, *mesh)
     for kind, cost in (("send", "transfer"), ("reduce_scatter", "reduce"), ("all_gather", "gather")):
@@ -71,7 +71,7 @@ def test_each_cost_of_a_link_follows_its_own_rate() -> None:
 
 
 def test_a_stage_takes_at_least_as_long_as_its_host() -> None:
-    """Of its layers and of the exchanges inside them; what the GPU computes longer for is as before."""
+    """The host launches its layers and the exchanges inside them; a stage whose GPU takes longer costs as before."""
     idle = replace(rates_of("cuda", GPU), issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0))
     mesh = "mesh.tp=2", "mesh.pp=1", "schedule.name=1f1b"
     usual, late = costs(idle, *mesh), costs(replace(idle, layer_issue=(1.0, 2.0, 3.0)), *mesh)
@@ -87,7 +87,7 @@ def test_a_stage_takes_at_least_as_long_as_its_host() -> None:
 
 
 def test_an_exchange_takes_its_share_of_what_a_shared_layer_takes_longer() -> None:
-    """Of F and B of a layer: of four exchanges and six."""
+    """The extra time of F and B of a layer, divided by its four and six exchanges."""
     layer, pair, peer = [1e-3, 2e-3, 1e-3], [1.5e-3, 3e-3, 9.0], [2.5e-3, 3e-3, 9.0]
     measured = calibrate("cpu", -1, "", 0, [0]) | {"layer": layer, "pair_layer": pair}
     for copied, longer in ((None, 1.5e-3), (peer, 2.5e-3)):
@@ -105,8 +105,8 @@ def test_smaller_products_take_their_own_rate() -> None:
 @pytest.mark.parametrize("mesh", ["mesh.pp=2", "mesh.ep=2", "mesh.tp=2", "mesh.cp=2"])
 @pytest.mark.parametrize("phase", ["forward", "backward", "weight"])
 def test_experts_take_the_rate_of_their_rows(mesh: str, phase: str) -> None:
-    """Tokens of a microbatch visit 2 of 16 experts each; ep ranks have the visits of them all, and cp ranks have
-    half of each sequence."""
+    """Each token visits 2 of 16 experts; experts get the visits of all ep ranks, and cp ranks have half of each
+    sequence."""
     sizes = {"num_experts": 16, "top_k": 2, "intermediate_size": 1024}
     given = ["model.family=qwen3-moe", *(f"model.experts.{key}={size}" for key, size in sizes.items())]
     given += ["mesh.pp=1", mesh, "batch.global_batch_size=16", "schedule.microbatches=4", "schedule.name=1f1b"]
@@ -150,7 +150,7 @@ def test_what_is_no_table_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 def refusal(path: Path) -> str:
-    """Why a table is refused, without what is expected."""
+    """Why a table is refused: the part of the error in parentheses and what follows."""
     with pytest.raises(PentadError) as error:
         rates_for(config(f"cluster.rates={path}").cluster, "cuda")
     expected = f"cluster.rates is {path}: expected a table that `pentad calibrate` wrote for {GPU} ("

@@ -1,4 +1,4 @@
-"""What a run has measured refines a table, so that plans predict the run."""
+"""Measurements of a run refine a table of rates, so that plans predict the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plan_of(*overrides: str) -> Plan:
 
 
 def times(plan: Plan, costs: Costs, step: int) -> tuple[RankTime, ...]:
-    """What ranks report of a step in which instructions cost that."""
+    """Rank times reported for a step whose instructions have these costs."""
     found = dict[tuple[int, str, int], float]()
     for rank in range(plan.mesh.size):
         stream = plan.program.streams[plan.mesh.coordinates(rank).pp]
@@ -52,7 +52,7 @@ def times(plan: Plan, costs: Costs, step: int) -> tuple[RankTime, ...]:
 
 
 def refined(plan: Plan, true: Rates, steps: int = 6) -> Refined:
-    """By a run for which these rates hold, of a table of the assumed ones."""
+    """A table of the assumed rates, refined by a run for which the `true` ones hold."""
     costs = costs_of(plan, true)
     seconds = [simulated_seconds(plan, rates=true)] * steps
     return refine(table(rates_of("cuda", GPU)), plan, [times(plan, costs, step) for step in range(steps)], seconds, "a")

@@ -1,4 +1,4 @@
-"""`pentad calibrate` around ranks that measure nothing: which are started where, and what becomes of what they say."""
+"""`pentad calibrate` around ranks that measure nothing: which are started where, and how their reports are used."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print(json.dumps(dict(rates={found!r})))
 
 
 def measured(gpu: str = "CPU", **links: Any) -> dict[str, Any]:
-    """What rank 0 says: the rates that plans assume, but for links."""
+    """What rank 0 reports: the rates that plans assume, except those of links."""
     assumed = asdict(rates_of("cpu") if gpu == "CPU" else rates_of("cuda", gpu))
     names = ("products", "products_8bit", "experts", "attention", "memory", "elementwise", "update", "launch")
     found = {name: assumed[name] for name in names} | dict.fromkeys(("intra_host", "inter_host", "peer"))
@@ -52,7 +52,7 @@ def measured(gpu: str = "CPU", **links: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes what a rank's process runs."""
+    """Writes the module that a rank's process runs."""
     monkeypatch.setattr(ranks, "PROBE", "stub_probe")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "called").mkdir()
@@ -136,7 +136,7 @@ def test_ranks_on_other_hosts_find_nothing_here(probe: Any, tmp_path: Path) -> N
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRay]:
-    """Three nodes with four, three and one of eight bundles, that are actors of this process."""
+    """Three nodes with four, three and one of eight bundles; their actors live in this process."""
     local, reserved = LocalRay(), list[object]()
 
     def reserve(mesh: Any, device: str, *_: Any, **__: Any) -> object:
@@ -173,7 +173,7 @@ def test_as_many_ranks_of_the_two_fullest_nodes_measure(cluster: LocalRay, monke
     config = load(None, ["cluster.address=10.0.0.1:6379", "mesh.dp=2", "mesh.pp=4"])
     table = calibrate(config, lambda: nullcontext(lambda done, total: reported.append((done, total))))
     hosts = [0, 0, 0, 1, 1, 1]
-    gpus = [{0: 0, 1: 1, 2: 0}, {3: 0, 4: 0, 5: 1}]  # of the bundles 0, 1 and 6 on b, and 2, 4 and 5 on a
+    gpus = [{0: 0, 1: 1, 2: 0}, {3: 0, 4: 0, 5: 1}]  # bundles 0, 1 and 6 are on b; 2, 4 and 5 on a
     assert started == [(each, hosts) for each in gpus] and reported == [(0, 1)]
     assert (table.ranks, table.assumed, table.gpu) == ((6, 2), (), "NVIDIA H200")
     assert table.rates.peer == table.rates.intra_host == table.rates.inter_host
@@ -188,7 +188,7 @@ def test_a_node_that_dies_is_one_sentence(cluster: LocalRay) -> None:
 
 @pytest.mark.slow
 def test_real_ranks_measure_the_links_that_they_have() -> None:
-    """Two hosts of two ranks: all of them find the same, as the slowest counts."""
+    """Two hosts of two ranks: all report the same, since the slowest rank counts."""
     found = calibrate_all([0, 0, 1, 1])
     for name in ("intra_host", "inter_host"):
         assert all(each[name] == found[0][name] for each in found)

@@ -177,7 +177,7 @@ def test_help_has_a_short_option(words, capsys):
     ],
 )
 def test_a_home_folder_that_is_not_known_is_named(words, path, expected, refused, monkeypatch):
-    """As of users whose containers have no entry for them."""
+    """For example, of a user without an entry in the container's passwd file."""
     if path.startswith("~/"):
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)

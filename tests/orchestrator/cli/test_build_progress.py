@@ -1,4 +1,4 @@
-"""How far a build of data is: one line that changes on a terminal, else a line now and then."""
+"""Progress of a data build: one changing line on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 

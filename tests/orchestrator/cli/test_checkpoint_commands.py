@@ -18,7 +18,7 @@ STEPS = (4, 8, 10, 12, 16, 20)
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that keeps two, every 8th and the best, after step 10; that of step 18 was not finished."""
+    """A run that keeps the newest two checkpoints, every 8th and the best, step 10; that of step 18 is incomplete."""
     folder = tmp_path / "runs" / "trial"
     (folder / "checkpoints").mkdir(parents=True)
     keys = ("every=2", "keep=2", "keep_every=8", "keep_best=true")
@@ -45,7 +45,7 @@ def steps(run: Path) -> list[int]:
 
 
 def test_a_copy_of_a_run_without_its_checkpoints_has_none(run: Path, pentad: Pentad) -> None:
-    """Its config.yaml still has the folder of the run itself, whose checkpoints are not those of the copy to prune."""
+    """Its config.yaml still names the original folder, whose checkpoints the copy must not prune."""
     config = load(run / "config.yaml", [f"run.folder={run.parent}"])
     copy = run.parent.parent / "copy"
     copy.mkdir()

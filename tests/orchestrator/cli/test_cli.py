@@ -148,7 +148,7 @@ def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
     program = compile_program(name, 4, 8)
     streams = program.compute().streams
     assert read == [[tuple(part.key) for action in stream for part in action.parts] for stream in streams]
-    if name != "dualpipe":  # torch wants every stage on one rank
+    if name != "dualpipe":  # torch expects each stage on one rank
         torch_schedules._validate_schedule(dict(enumerate(rows)), 4, program.stages, 8)
 
 

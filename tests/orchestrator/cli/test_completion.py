@@ -1,4 +1,4 @@
-"""What the shell completes is right, and Tab needs none of the heavy libraries."""
+"""Shell completions are right, and Tab imports no heavy libraries."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_offered_key_exists_and_every_value_of_few_is_allowed() -> None:
 
 
 def refusal(override: str) -> str:
-    """Other keys may have to change too."""
+    """Why an override alone is refused, as other keys may have to change, too; empty if it is not."""
     try:
         load(None, [override])
     except PentadError as error:

@@ -1,4 +1,4 @@
-"""`pentad convert`: formats by their content, files that go along, and one sentence for a mistake."""
+"""`pentad convert`: formats recognized by content, files that are copied along, and one sentence for a mistake."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sharded(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What torch saves of that model: no config.json."""
+    """The model as torch.distributed.checkpoint saves it, without config.json."""
     model = AutoModelForCausalLM.from_pretrained(files)
     return save({"model": model.state_dict(), "step": 3}, tmp_path_factory.mktemp("dcp"))
 

@@ -24,7 +24,7 @@ from pentad.workers.preprocess.readers import Columns, FileSpan, read_rows
 from pentad.workers.preprocess.source_files import SourceFile
 
 SIZES = ["model.layers=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=2"]
-COMMANDS: dict[str, list[tuple[str, ...]]] = {  # what reads each file
+COMMANDS: dict[str, list[tuple[str, ...]]] = {  # that read each file
     "timeline.arrow": [("timeline", "trial")],
     "program.arrow": [
         ("timeline", "trial"),
@@ -36,7 +36,7 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {  # what reads each file
     "config.yaml": [("plan", "runs/trial/config.yaml"), ("status", "trial"), ("runs",)],
     "control.json": [("status", "trial", "--timeout", "0.1")],
 }
-_SECONDS = 10.0  # that a command may take, on a busy machine
+_SECONDS = 10.0  # the most a command may take, even on a busy machine
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_what_would_not_end_is_refused(pentad: Pentad, words: tuple[str, ...], s
     ],
 )
 def test_sizes_that_no_machine_has_are_refused(pentad: Pentad, words: tuple[str, ...]) -> None:
-    """Without taking memory or time themselves."""
+    """And refusing them takes neither memory nor time."""
     began, limit = time.process_time(), resource.getrlimit(resource.RLIMIT_AS)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30), limit[1]))

@@ -28,7 +28,7 @@ MODEL = {"family": "llama", "layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2
 
 
 def save(home: Path, meta: dict) -> None:
-    """A checkpoint without weights, of 4 steps."""
+    """Writes a checkpoint of 4 steps without weights."""
     folder = folder_of(home / "checkpoints", 4)
     folder.mkdir(parents=True)
     commit(folder, step=4, shards=[write_shard(folder, "a.safetensors", {"model.norm": torch.zeros(2)})], meta=meta)

@@ -74,7 +74,7 @@ def test_a_run_that_began_as_an_import_exports_what_the_import_kept(pentad: Pent
 
 
 def test_generation_stops_at_the_end_of_a_document(pentad: Pentad, files: Path) -> None:
-    """A model trained from scratch has the end token of its corpus, whatever the class's default is."""
+    """A model trained from scratch uses the end token of its corpus, not the default of its class."""
     assert pentad("import-hf", str(files), "runs/mine", "--json")[0] == 0
     for name in ("tokenizer.json", "tokenizer_config.json"):
         Path("runs/mine/hf", name).unlink()

@@ -21,7 +21,7 @@ from pentad.schedules.simulate.timeline import Timeline
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run whose steps 3 and 4 are measured, and step 4 profiled; step 1, too, but no longer measured."""
+    """A run with measurements of steps 3 and 4 and profiles of steps 1 and 4; those of step 1 are no longer kept."""
     config = load(None, [f"run.folder={tmp_path / 'runs'}", "run.name=trial", "metrics.profile_steps=[1,4]"])
     plan = make_plan(config, "cpu")
     costs = costs_of(plan)

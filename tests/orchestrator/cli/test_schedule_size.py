@@ -1,4 +1,4 @@
-"""`pentad schedule` is quick for large programs and prints no unreadably wide grid."""
+"""`pentad schedule` is quick for large programs and does not print grids too wide to read."""
 
 from __future__ import annotations
 

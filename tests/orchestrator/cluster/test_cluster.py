@@ -1,4 +1,4 @@
-"""The embedded cluster: who can reach it, that two can coexist, and that it leaves nothing behind."""
+"""The embedded cluster: who can reach it; two can coexist; it leaves nothing behind."""
 
 import json
 import os
@@ -168,7 +168,7 @@ def test_a_dashboard_that_does_not_start_does_not_end_the_head(
     head.start()
     assert asked.wait(20)
     head.join(0.2)
-    assert head.is_alive()  # until the driver ends
+    assert head.is_alive()  # it lives until the driver ends
     out, err = capsys.readouterr()
     assert json.loads(out) == {"address": "127.0.0.1:7"} and "RuntimeError: no dashboard here" in err
 
@@ -212,7 +212,7 @@ def test_two_clusters_coexist_and_the_second_leaves_nothing_behind(running: clus
 def test_it_stores_nothing_where_the_environment_has_the_storage_of_another_head(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nor waits until that head releases it."""
+    """Nor does it wait until that head releases the storage."""
     monkeypatch.setenv("RAY_gcs_storage", "rocksdb")
     monkeypatch.setenv("RAY_gcs_storage_path", str(tmp_path))
     monkeypatch.setenv("RAY_REDIS_ADDRESS", "127.0.0.1:9")

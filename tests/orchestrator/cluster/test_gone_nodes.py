@@ -1,4 +1,4 @@
-"""Which nodes are gone, by what their hosts' kernels answer."""
+"""Which nodes are gone, judged by the answers of their hosts' kernels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import ray
 
 from pentad.orchestrator.cluster.gone_nodes import CONNECT_SECONDS, gone_nodes
 
-AWAY = ("192.0.2.1", 9)  # addresses for documentation: no host has one
+AWAY = ("192.0.2.1", 9)  # reserved for documentation: no host has this address
 
 
 @pytest.fixture
 def address() -> Iterator[Callable[[bool], tuple[str, int]]]:
-    """Of a process that listens, but takes no connection, as it is stopped; or of one that has ended."""
+    """Makes the address of a process that is stopped: it listens, but accepts nothing; or of one that has ended."""
     sockets = []
 
     def make(lives: bool) -> tuple[str, int]:
@@ -31,7 +31,7 @@ def address() -> Iterator[Callable[[bool], tuple[str, int]]]:
 
 
 def known(monkeypatch: pytest.MonkeyPatch, **nodes: tuple[tuple[str, int], bool]) -> None:
-    """What Ray knows: the addresses of nodes, and whether it takes them for alive."""
+    """Sets what Ray knows: the addresses of nodes, and whether it believes that they are alive."""
     rows = [
         {"NodeID": name, "NodeManagerAddress": host, "NodeManagerPort": port, "Alive": alive}
         for name, ((host, port), alive) in nodes.items()

@@ -30,7 +30,7 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start
 
 FAKE = "fake_runner:FakeRunner"
-ONE = ("mesh.pp=1", "schedule.name=1f1b")  # rank, where another would show nothing more
+ONE = ("mesh.pp=1", "schedule.name=1f1b")  # one rank, where a second would show nothing more
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +281,7 @@ def test_nodes_that_are_left_out_have_no_room(cluster: clusters.Cluster) -> None
 def test_ranks_that_do_not_start_in_time_are_named_and_killed(
     cluster: clusters.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the node and the process once these are known, however long a busy machine takes to create them."""
+    """The node and the process are named once known, however long a busy machine takes to create them."""
     words = "^cluster.start_timeout_seconds was too short: {0}, {1} did not start within it$"
     with pytest.raises(PentadError, match=words.format(r"rank 0 \(dp0 pp0\)", r"rank 1 \(dp0 pp1\)")):
         start(plan_of("fake:slow=300", "mesh.pp=2"), seconds=0)

@@ -1,4 +1,4 @@
-"""The driver's side of the lease, with keepers in this process: who gets it, who keeps it, and what is ended."""
+"""The driver's side of the lease, with keepers in this process: who gets it, who keeps it, and what is stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRIVERS_NODE = 28 * "0a"  # Ray's IDs are hexadecimal
 
 
 class Keeper:
-    """As the actor, but that its answers are Exceptions while there is a `fault`."""
+    """Like the actor, but answers with `fault` while there is one."""
 
     def __init__(self, ranks: str, seconds: float, holder: Holder) -> None:
         self.ranks, self.lease, self.room = ranks, Lease(seconds, holder, time.monotonic()), "room"
@@ -39,7 +39,7 @@ class Keeper:
 
 
 class Cluster:
-    """The named actors, by namespace and name; `dead` are the jobs that Ray knows to be over."""
+    """Named actors by (namespace, name); `dead` lists the jobs that Ray knows to be over."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.actors: dict[tuple[str, str], Any] = {}
@@ -101,7 +101,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """No lease is renewed any more once the test is over: there is another Ray then."""
+    """Stops renewing all leases at the end of the test: the next test has another Ray."""
     begin, begun = HeldLease.__init__, list[HeldLease]()
 
     def tracked(lease: HeldLease, *given: Any) -> None:
@@ -176,7 +176,7 @@ def test_a_keeper_that_is_away_costs_nothing_and_one_that_is_gone_the_lease(clus
     keeper = cluster.keeper(lease)
     keeper.fault = ActorUnavailableError("restarts", None)
     assert not lease.is_lost() and lease.placement() is None
-    keeper.fault = ActorDiedError()  # as calls may fail that are under way when a node is lost
+    keeper.fault = ActorDiedError()  # as calls in flight may fail when a node is lost
     assert not lease.is_lost()
     cluster.actors[lease.namespace, KEEPER] = "another"
     eventually(lambda: bool(lease.lost))

@@ -1,4 +1,4 @@
-"""Whether a cluster can be joined is known before Ray tries to, and said in one sentence."""
+"""Before Ray tries to join a cluster, it is known whether that is possible; if not, one sentence says why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Head(grpc.GenericRpcHandler):
 
 @pytest.fixture
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Head, str]]:
-    """What listens in place of a Ray head, and where."""
+    """The server in place of a Ray head, and its address."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     handler, server = Head(), grpc.server(ThreadPoolExecutor(1))
     server.add_generic_rpc_handlers((handler,))

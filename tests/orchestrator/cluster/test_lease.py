@@ -1,4 +1,4 @@
-"""The lease on a run's ranks: one driver at a time, and nobody for ever."""
+"""The lease on a run's ranks: one driver at a time, and none forever."""
 
 from __future__ import annotations
 

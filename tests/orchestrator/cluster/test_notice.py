@@ -1,4 +1,4 @@
-"""What announces the end of a rank or its node, seen from the rank."""
+"""Notices that a rank or its node is about to end, as seen from the rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_notice_is_an_absolute_path_or_a_url() -> None:
 
 @pytest.fixture
 def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The signals that this process sends itself; what it does on SIGTERM is restored."""
+    """The signals that this process sends to itself; restores its SIGTERM handler."""
     before, sent = signal.getsignal(signal.SIGTERM), list[int]()
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     yield sent

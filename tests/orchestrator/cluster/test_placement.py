@@ -1,4 +1,4 @@
-"""The order of ranks on places. Reserving places is tested with the worker group."""
+"""The order of ranks on places; test_group.py tests how places are reserved."""
 
 import random
 
@@ -24,7 +24,7 @@ def on_nodes(sizes: list[int]) -> list[Place]:
 
 @st.composite
 def placed_meshes(draw: st.DrawFn, unit: str = "tp") -> tuple[Mesh, list[Place]]:
-    """A mesh on nodes whose sizes are multiples of a tp group, or of a replica."""
+    """A mesh on nodes whose sizes are multiples of a tp group's size, or of a replica's."""
     mesh = draw(meshes)
     step = mesh.tp if unit == "tp" else mesh.size // mesh.dp
     sizes, left = [], mesh.size

@@ -13,11 +13,11 @@ LOOPBACK = "127.0.0.1"
 REUSE, SHARE = socket.SO_REUSEADDR, socket.SO_REUSEPORT
 
 
-IP_LOCAL_PORT_RANGE = 51  # of Linux 6.3 on; Python has no name for it
+IP_LOCAL_PORT_RANGE = 51  # since Linux 6.3; Python has no name for it
 
 
 def server_on_any_port_of(port: int, options: tuple[int, ...]) -> socket.socket:
-    """A server that asks for any port where the system has just this one to give."""
+    """A server that asks for any port when the system has only this one to give."""
     server = socket.socket()
     for option in options:
         server.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -36,7 +36,7 @@ def test_a_reserved_port_is_given_to_nobody_who_asks_for_any(options: tuple[int,
         port = held.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             server_on_any_port_of(port, options)
-    with server_on_any_port_of(port, options) as server:  # reserved no longer
+    with server_on_any_port_of(port, options) as server:  # no longer reserved
         assert server.getsockname()[1] == port
 
 

@@ -1,4 +1,4 @@
-"""Room in a cluster: reserved, found again, moved and given back, with a Ray that only remembers it."""
+"""Room in a cluster: reserved, found again, moved and released, with a fake Ray that only keeps a record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Group:
 
 
 class Cluster:
-    """Nodes of four CPUs; groups are placed on them in the order of their bundles, while they are in `groups`."""
+    """Nodes of four CPUs each, on which the bundles of `groups` are placed in order."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *nodes: str) -> None:
         self.living, self.has_room, self.groups = dict.fromkeys(nodes, True), True, list[Any]()

@@ -1,4 +1,4 @@
-"""The actor around a runner, without Ray: calls of another generation are refused, and it tells what it is doing."""
+"""The actor around a runner, without Ray: calls of another generation are refused, and it reports what it is doing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NODE, IP = "node", "10.0.0.1"
 
 
 class StubRunner:
-    """Remembers what it was asked for."""
+    """Records what it was asked to do."""
 
     def __init__(
         self, plan: Plan, rank: int, file: Path, generation: int, gpu: int, previous: Any, **more: Any
@@ -127,7 +127,7 @@ def test_calls_of_a_generation_that_is_over_or_yet_to_come_are_refused(worker: W
 def test_a_state_that_is_not_kept_is_gone_before_another_one_is_made(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker.runner.itself = worker.runner  # as tensors and threads refer to each other
+    worker.runner.itself = worker.runner  # a reference cycle, as of tensors and threads
     before, made = weakref.ref(worker.runner), StubRunner.__init__
 
     def init(self: StubRunner, *arguments: Any, **more: Any) -> None:

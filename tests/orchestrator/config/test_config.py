@@ -16,7 +16,7 @@ from pentad.schedules.spec.plan import split_layers, split_layers_into_units
 
 
 def text(**changes: str | None) -> str:
-    """The quickstart's YAML with entire sections replaced, removed (None) or added."""
+    """The quickstart's YAML with these sections replaced, removed (None) or added."""
     lines = {name: json.dumps(section) for name, section in load(None, []).model_dump().items()} | changes
     return "".join(f"{name}: {value}\n" for name, value in lines.items() if value is not None)
 

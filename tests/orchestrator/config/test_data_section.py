@@ -1,4 +1,4 @@
-"""The data section: what a mixture of sources becomes in the plan, and its mistakes in one sentence."""
+"""The data section: a mixture of sources in the plan, and each mistake in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of a configuration name what no text can show, too."""
+"""Errors of a configuration even name values that cannot be printed."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from pentad.schedules.ir.errors import PentadError
     ],
 )
 def test_half_a_surrogate_pair_is_named(tmp_path: Path, given: object, sentence: str) -> None:
-    """JSON is YAML, and its escapes can name what UTF-8 has no bytes for."""
+    """JSON is YAML, and its escapes can express what UTF-8 cannot encode."""
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(given))
     with pytest.raises(PentadError) as caught:

@@ -1,4 +1,4 @@
-"""What is evaluated, when, and what goes together with it."""
+"""What is evaluated and when, and which options can be combined with it."""
 
 from __future__ import annotations
 

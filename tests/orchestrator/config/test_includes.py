@@ -1,4 +1,4 @@
-"""A file that includes others is what they say together, and a mistake names the file it is in."""
+"""A file is merged with those it includes, and a mistake names the file it is in."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_own_keys_replace_included_ones_and_later_files_earlier_ones(write: Writ
     expected["optimizer"]["beta1"] = 0.8
     assert load(path) == RunConfig.model_validate(expected)
     assert load(path, ["mesh.dp=1"]).mesh.dp == 1
-    assert load(load(path)) == load(path) == load(write("copy.yaml", dump(load(path))))  # complete, without includes
+    assert load(load(path)) == load(path) == load(write("copy.yaml", dump(load(path))))  # dumped completely
 
 
 def test_a_file_may_be_included_twice_but_not_by_itself(write: Write) -> None:
@@ -66,7 +66,7 @@ def test_a_file_may_be_included_twice_but_not_by_itself(write: Write) -> None:
     write("a.yaml", {"include": "base.yaml", "run": {"seed": 1}})
     write("b.yaml", {"include": "base.yaml", "mesh": {"cp": 2}})
     both = load(write("run.yaml", {"include": ["a.yaml", "b.yaml"]}))
-    assert (both.run.seed, both.mesh.cp) == (QUICKSTART.run.seed, 2)  # base.yaml again, under b.yaml
+    assert (both.run.seed, both.mesh.cp) == (QUICKSTART.run.seed, 2)  # b.yaml includes base.yaml again
     first = write("one.yaml", "include: ./two.yaml")
     second = write("two.yaml", "include: [base.yaml, one.yaml]")
     with pytest.raises(PentadError) as caught:

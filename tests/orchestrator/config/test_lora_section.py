@@ -1,4 +1,4 @@
-"""What the lora section refuses, each in one sentence, and what a plan with adapters needs."""
+"""What the lora section refuses, each in one sentence, and the memory and traffic of plans with adapters."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_zero_3_shards_frozen_weights_and_counts_their_gathers() -> None:
     assert 4 * (frozen / 2 + largest) < memory(cut, 0)["parameters"] < 4 * 1.02 * (frozen / 2 + largest)
     costs = costs_of(cut)
     assert max(costs.gather) > 5 * max(costs.reduce)
-    assert max(costs.gather) > 5 * max(costs_of(full).gather)  # of adapters
+    assert max(costs.gather) > 5 * max(costs_of(full).gather)  # gathers adapters only
     gathered = [collective_bytes(plan, 0)["ALL_GATHER"] for plan in (full, cut)]
     assert gathered[1] - gathered[0] > 4 * frozen / 2
 

@@ -1,4 +1,4 @@
-"""memory.recompute_fraction goes with what works on rows, and is refused in one sentence elsewhere."""
+"""memory.recompute_fraction is accepted where layers work row by row, and refused in one sentence elsewhere."""
 
 from __future__ import annotations
 

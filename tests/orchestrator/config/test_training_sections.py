@@ -1,4 +1,4 @@
-"""What the optimizer section refuses, each in one sentence, and what becomes of its nulls."""
+"""What the optimizer section refuses, each in one sentence, and what its nulls resolve to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key without its section is answered with the places where it may belong."""
+"""The error for a key without its section names the places where it may belong."""
 
 import pytest
 

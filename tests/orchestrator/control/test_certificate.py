@@ -1,4 +1,4 @@
-"""The control service has TLS where other machines reach it."""
+"""The control service uses TLS if other machines can reach it."""
 
 from __future__ import annotations
 

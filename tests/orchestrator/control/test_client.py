@@ -31,7 +31,7 @@ Pentad = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """runs/trial, the folder of a run that did three steps in its second generation and has not ended."""
+    """runs/trial, the folder of a run that has done three steps in its second generation and has not ended."""
     monkeypatch.chdir(tmp_path)
     config = load(None, ["run.name=trial"])
     with RunFolder(config, make_plan(config, "cpu")) as run:
@@ -235,7 +235,7 @@ def test_a_stale_endpoint_of_a_killed_run_is_recognized(pentad: Pentad, folder: 
 
 
 def test_a_live_run_that_answers_nothing_is_not_taken_for_one_that_has_ended(pentad: Pentad, folder: Path) -> None:
-    """As one that is stopped: gRPC gives up after 20 s, and says the same of both."""
+    """It may be stopped (SIGSTOP): after 20 s, gRPC reports the same error as for a run that has ended."""
     (folder / "control.json").write_text(json.dumps({"address": "127.0.0.1:1", "token": "t", "pid": 1}))
     with locked(folder, ""):
         status, _, err = pentad("resume", "trial")

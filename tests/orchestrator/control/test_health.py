@@ -1,4 +1,4 @@
-"""The health service: which ranks are SERVING, whether the run is, and that probes need no token."""
+"""The health service: which ranks are SERVING and whether the run is; probes need no token."""
 
 import time
 from collections.abc import Iterator

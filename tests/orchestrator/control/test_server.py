@@ -1,4 +1,4 @@
-"""The control service: who may call it, what it answers, that it always answers, and that it leaves nothing behind."""
+"""The control service: who may call it and what it answers; it always answers and leaves nothing behind."""
 
 import json
 import os
@@ -115,8 +115,8 @@ with serving(Path(sys.argv[1])) as served:
 
 @pytest.mark.slow
 def test_a_process_forked_while_a_client_is_open_execs_its_program(tmp_path: Path) -> None:
-    """As tests start Ray nodes: without the setting in conftest.py, 40 of 1,000 died. In a process of its own, since a
-    fork copies the page tables of all that tests have imported."""
+    """This is how tests start Ray nodes: without the setting in conftest.py, 40 of 1,000 died. It runs in a process of
+    its own, since a fork copies the page tables of everything that tests have imported."""
     command = [sys.executable, "-P", "-c", FORKS, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / ".typings"), str(SUPPORT)])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -161,7 +161,7 @@ def test_a_service_that_cannot_write_its_endpoint_does_not_run(tmp_path: Path) -
     (tmp_path / "control.json").mkdir()
     with pytest.raises(PentadError, match=r"control.json cannot be written"):
         ControlServer(tmp_path, "127.0.0.1", 0, ControlRequests())
-    assert threading.active_count() <= before + 1  # grpc keeps its own poller thread
+    assert threading.active_count() <= before + 1  # gRPC keeps a poller thread
     assert "control" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -340,7 +340,7 @@ def test_an_internal_error_is_reported_without_its_text(served: Served, capsys: 
     with pytest.raises(grpc.RpcError) as failed:
         raw(served, path_of("GetStatus"), b"")
     assert failed.value.details() == "GetStatus failed in the run's driver (TypeError)"
-    assert "Traceback" in capsys.readouterr().err  # for the person who runs the driver
+    assert "Traceback" in capsys.readouterr().err  # for whoever runs the driver
 
 
 SERVER = """

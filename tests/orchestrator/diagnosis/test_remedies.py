@@ -1,4 +1,4 @@
-"""What would make a step shorter, in words that a user can act on."""
+"""What would shorten a step, in words that a user can act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slow rank is a note in the terminal, an event of the journal and part of the status; a heat map shows it."""
+"""A slow rank is reported in the terminal, the journal and the status, and shown in a heat map."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ NEEDS_GPU = ["driver", "GPUs", "GPU memory", "ECC", "clocks", "links"]
 
 @pytest.fixture(autouse=True)
 def a_small_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without GPUs, and little is written."""
+    """A machine without GPUs, on which the disk check writes little."""
     monkeypatch.setattr(disk, "BLOCKS", 1)
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(checks, "read_gpus", lambda _: ())

@@ -1,4 +1,4 @@
-"""The checks on nodes that are actors of this process: what a dead, a silent and an odd one are said to be."""
+"""The checks on nodes that are actors of this process: how a dead, a silent and an odd node are reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NODES = 4  # with two ranks each
 
 
 class Node(Examiner):
-    """Every node exchanges 10 GB/s but for `slow`; clocks are right but on `late`, where Python is old."""
+    """Nodes have 10 GB/s, except `slow`, and the right time and Python, except `late`."""
 
     slow, late = "", ""
     ray: LocalRay
@@ -47,7 +47,7 @@ class Node(Examiner):
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRay]:
-    """Replaces Ray by actors of this process, and the checks by three that cost nothing."""
+    """Replaces Ray with actors of this process, and the checks with three that cost nothing."""
     local, reserved = LocalRay(), list[object]()
     Node.ray, Node.slow, Node.late = local, "", ""
 

@@ -1,4 +1,4 @@
-"""The checks on the nodes of a Ray cluster: all are made there, and who falls out of line is named."""
+"""The checks on the nodes of a Ray cluster: all are made there, and outliers are named."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_every_check_is_made_on_the_nodes_of_the_run(cluster: clusters.Cluster, 
 def test_an_odd_and_a_dead_node_are_named(
     cluster: clusters.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four ranks of one machine pass for nodes."""
+    """Four ranks on one machine pose as nodes."""
     monkeypatch.setattr(nodes, "bundle_places", lambda group: [Place(bundle, str(bundle)) for bundle in range(4)])
     monkeypatch.setattr(nodes, "node_names", lambda: {str(bundle): f"10.0.0.{bundle}" for bundle in range(4)})
     monkeypatch.setattr(nodes, "Examiner", OddExaminer)

@@ -17,7 +17,7 @@ DOCTOR = (sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "doctor", "
 
 
 def examined(nodes: Cluster, folder: Path, ranks: int) -> tuple[int, dict[str, list[dict[str, Any]]]]:
-    """The exit status and the rows of each check. Nothing is left on the nodes, nor in the folder."""
+    """The exit status and the rows of each check; asserts that nothing is left on the nodes or in the folder."""
     config = [f"cluster.address={nodes.address}", "cluster.auth=disabled", f"mesh.pp={ranks}", f"run.folder={folder}"]
     done = subprocess.run([*DOCTOR, *config], capture_output=True, text=True)
     assert not done.stderr and not nodes.ranks() and not list(folder.iterdir())

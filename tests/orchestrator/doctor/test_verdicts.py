@@ -1,4 +1,4 @@
-"""Verdicts by tables: what is found, and what is said about it."""
+"""Tables of findings and the verdicts on them."""
 
 import tomllib
 from pathlib import Path
@@ -178,7 +178,7 @@ def test_the_versions_wanted_are_those_of_the_package() -> None:
 
 
 def test_links_are_judged_by_what_their_probe_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One GPU has none; a probe that fails is the finding."""
+    """A single GPU has no links; a failed probe is itself the finding."""
     config = load(None, ["cluster.device=cpu"])
     assert examine_links(Subject(config, (GPU,), 0)).verdict == "not applicable"
     subject, asked = Subject(config, tuple(gpus()), 0), list[float]()

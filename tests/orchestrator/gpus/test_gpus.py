@@ -1,4 +1,4 @@
-"""Figures of GPUs: by the table, or measured."""
+"""Figures of GPUs: from the table, or measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = ["model.hidden=1024", "model.ffn=4096", "model.heads=8", "batch.sequenc
 
 @pytest.mark.parametrize("name", GPUS)
 def test_figures_are_possible(name: str) -> None:
-    """A GPU has more bandwidth at home than abroad, and products in 8 bits are twice as fast where there are any."""
+    """Memory is faster than links, links no slower than host links, and 8-bit products, if any, twice as fast."""
     gpu = GPUS[name]
     assert gpu.bandwidth > gpu.link >= gpu.host_link > 0
     assert gpu.fp8 == 0 or gpu.fp8 / gpu.bf16 == pytest.approx(2, rel=0.03)
@@ -54,7 +54,7 @@ def test_a_gpu_that_the_table_lacks_is_measured(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_gpu_that_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here, where there is none."""
+    """As on a machine without GPUs."""
     monkeypatch.setattr(measured, "PROBE", "pentad.kernels.nothing")
     measured.measured_gpu.cache_clear()
     with pytest.raises(

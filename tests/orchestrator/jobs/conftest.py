@@ -1,4 +1,4 @@
-"""Submitted runs that nothing interrupts."""
+"""Submitted runs without interruptions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def short(runs: Path, corpus: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of submitting the job 'short' of 20 steps."""
+    """Exit status, stdout and stderr of submitting the job 'short', a run of 20 steps."""
     return submit("short", f"data.path={corpus}", f"run.folder={runs}", "run.steps=20")
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(runs: Path, corpus: str) -> None:
-    """Runs the job 'whole', to which others are compared."""
+    """Runs the job 'whole', with which others are compared."""
     status, out, err = submit("whole", f"data.path={corpus}", f"run.folder={runs}")
     assert status == 0, out + err
 

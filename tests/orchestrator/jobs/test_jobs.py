@@ -221,7 +221,7 @@ def cluster() -> clusters.Cluster:
 
 
 def wait_for(path: Path) -> None:
-    """Until the test's time is over."""
+    """Waits for a file with content, until the test times out."""
     while not (path.exists() and path.stat().st_size):
         time.sleep(0.02)
 

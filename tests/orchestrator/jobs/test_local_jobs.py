@@ -1,4 +1,4 @@
-"""`pentad submit`, `jobs`, `logs` and `stop` with a cluster that only remembers what it was asked for."""
+"""`pentad submit`, `jobs`, `logs` and `stop` with a fake cluster that only records requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOPPED = "step 3\n\n stopped   4 steps\n"
 
 
 class Cluster:
-    """Ray's client of a cluster whose jobs run until they are stopped, which takes `polls` questions."""
+    """Ray's client of a cluster whose jobs run until they are stopped, which takes `polls` queries."""
 
     def __init__(self) -> None:
         self.jobs = {"others": SimpleNamespace(submission_id="others", metadata={}, status="RUNNING")}

@@ -107,7 +107,7 @@ def second_node(address: str) -> Iterator[None]:
 
 
 def eventually(ask: Callable[[], Any], done: Callable[[Any], bool]) -> Any:
-    """Until the test's time is over."""
+    """The first answer that is `done`; asks until the test times out."""
     while not done(answer := ask()):
         time.sleep(0.05)
     return answer
@@ -164,7 +164,7 @@ def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(
     assert user.query("resume", str(parts))["state"] == "running"
     eventually(lambda: len(steps(parts)), lambda done: done > saved)
     assert serves(status["endpoints"]["control"])
-    done = user.query("pause", str(parts))["step"]  # a fast machine would finish before the stop
+    done = user.query("pause", str(parts))["step"]  # else a fast machine might finish before the stop
 
     stopped = user.query("stop", "first", *user.at)
     assert stopped["outcome"] == f"job first was stopped after {done} steps, with a checkpoint in {parts}"

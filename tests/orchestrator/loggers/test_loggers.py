@@ -1,4 +1,4 @@
-"""Loggers get every step once, at its own step and time, whatever happens to the run, and can do nothing to it."""
+"""Loggers get every step once, with its own number and time, whatever happens to the run, and cannot disturb it."""
 
 import csv
 import json
@@ -47,7 +47,7 @@ def notes() -> list[str]:
 
 @pytest.fixture
 def start(tmp_path: Path, notes: list[str]) -> Iterator[Start]:
-    """Starts the loggers of run `trial` from a step on; they are closed at the end of the test."""
+    """Starts the loggers of run `trial` at a step; they are closed at the end of the test."""
     config = load(None, [f"run.folder={tmp_path}", "run.name=trial", "cluster.device=cpu"])
     opened: list[Loggers] = []
     with RunFolder(config, make_plan(config, "cpu")) as folder:
@@ -72,7 +72,7 @@ def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp
     both = evaluation, {**evaluation, "data": "code", "loss": 6.5}
     (tmp_path / "trial" / "eval.jsonl").write_text("".join(json.dumps(each) + "\n" for each in both))
     first.on_evaluation([*both, {**evaluation, "data": "math", "loss": None}], ())
-    first.on_rewind(1)  # to before step 1, after the evaluation
+    first.on_rewind(1)  # to the start of step 1, after the evaluation
     first.on_steps([row(1, loss=6.0), row(2, loss=5.0), row(3, loss=4.0)], [])
     first.close()
     resumed = start("csv, tensorboard", 2)
@@ -217,7 +217,7 @@ class Listed:
 
 
 def test_an_evaluation_that_the_file_has_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its logger may read the file before the driver sends it, or after."""
+    """The logger may read it in the file before or after the driver sends it."""
     monkeypatch.setitem(LOGGERS, "csv", f"{__name__}:Listed")
     rows = [{"step": step, "time": 1e9, "data": "holdout", "loss": 1.0, "perplexity": 2.7} for step in (0, 2, 4)]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

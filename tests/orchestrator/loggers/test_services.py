@@ -1,4 +1,4 @@
-"""Loggers held against the libraries that read what they wrote; each is skipped where its library is not installed."""
+"""Loggers, checked with the libraries that read what they wrote; each is skipped if its library is not installed."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def logged(kind: str, *sent: dict[str, Any]) -> list[str]:
 
 
 def session(kind: str, folder: Path, settings: dict[str, Any]) -> list[str]:
-    """A run with a rewind, which then resumes; the losses are 9, 6, 3, 2 of steps 0 to 3."""
+    """A run with a rewind that is then resumed. The final losses of steps 0 to 3 are 9, 6, 3, 2; returns its notes."""
     saved = {"checkpoint": "checkpoints/step-00000002", "step": 2}
     begun = row(0, 9.0), row(1, 8.0), {"rewind": 1}, row(1, 6.0), row(2, 5.0), saved, {"end": "stopped"}
     notes = logged(kind, *messages(folder, 0, settings, *begun))
@@ -107,7 +107,7 @@ def test_mlflow_has_one_run_on_a_server(tmp_path: Path) -> None:
 
 
 def check_mlflow(folder: Path, tracking_uri: str | None, found_at: str) -> None:
-    """All of a session is one run: its parameters, metrics, tags and pages."""
+    """A session is one MLflow run, with all its parameters, metrics, tags and pages."""
     from mlflow.tracking import MlflowClient
 
     (folder / "trial").mkdir()

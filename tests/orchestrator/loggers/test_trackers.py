@@ -1,4 +1,4 @@
-"""What the loggers of MLflow and W&B send, by fakes of these packages; test_services.py has the packages themselves."""
+"""What the loggers of MLflow and W&B send to fakes of these packages; test_services.py uses the packages themselves."""
 
 import sys
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ MANY = {f"section{number}": {"key": number} for number in range(250)}
 
 @pytest.fixture(autouse=True)
 def real_modules_again() -> Iterator[None]:
-    """No later test gets a logger that was imported with a fake."""
+    """Unloads loggers that were imported with a fake, so that no later test gets them."""
     yield
     for name in ("mlflow", "wandb"):
         sys.modules.pop(f"pentad.orchestrator.loggers.{name}", None)
@@ -56,11 +56,11 @@ def test_mlflow_gets_each_value_once_at_its_step_and_time(
 
 
 def test_a_resumed_mlflow_run_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parameters, which MLflow does not let change, are not sent again."""
+    """Its parameters are not sent again, as MLflow does not allow changes."""
     fake_mlflow(monkeypatch, store := MlflowStore())
     session("mlflow", tmp_path, MLFLOW)
     session("mlflow", tmp_path, MLFLOW, first=2, end="finished")
-    session("mlflow", tmp_path, MLFLOW, first=3, end=None)  # its driver has died
+    session("mlflow", tmp_path, MLFLOW, first=3, end=None)  # the driver dies
     assert store.runs == ["trial"]
     assert store.statuses == ["KILLED", "RUNNING", "FINISHED", "RUNNING", "FAILED"]
     assert [each.step for each in store.metrics if each.key == "train/loss"] == [0, 1, 2, 2]
@@ -70,7 +70,7 @@ def test_a_resumed_mlflow_run_is_the_same_run(tmp_path: Path, monkeypatch: pytes
 def test_wandb_drops_no_row_of_a_run_that_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_network: bool
 ) -> None:
-    """W&B drops what has an earlier step than its newest row, so its steps count rows, through all resumes."""
+    """W&B drops rows with an earlier step than its newest one, so its steps count rows, across resumes."""
     fake_wandb(monkeypatch, service := WandbService(has_network))
     notes = session("wandb", tmp_path, WANDB)
     (tmp_path / "timeline.html").write_text("page")

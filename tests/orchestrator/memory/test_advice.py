@@ -1,4 +1,4 @@
-"""What `pentad plan` advises where a run does not fit."""
+"""What `pentad plan` advises if a run does not fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def seconds(plan: Plan) -> float:
 
 
 def config_of(*words: str) -> RunConfig:
-    """Without graphs, which by default are used only where there is room for them."""
+    """A configuration without CUDA graphs, which by default depend on the free memory."""
     return load(None, [*SIZES, *BATCH, "model.vocab=4096", "cluster.device=cuda", "cluster.cuda_graphs=false", *words])
 
 
@@ -41,7 +41,7 @@ def config_of(*words: str) -> RunConfig:
 @pytest.mark.parametrize("share", [0.9, pytest.param(0.7, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_advised_change_fits_and_costs_least_of_those_with_less(dp: int, share: float) -> None:
-    """The sentence is a promise: with its overrides the plan needs what it says, and less than there is."""
+    """The sentence is a promise: with its overrides the plan fits, and no faster change does."""
     config = config_of(f"mesh.dp={dp}")
     plan = make_plan(config, "cuda")
     device = device_memory("cuda", share * fit_of(plan, device_memory("cuda", 1000)).needed / 2**30)
@@ -57,7 +57,7 @@ def test_the_advised_change_fits_and_costs_least_of_those_with_less(dp: int, sha
 
 
 def test_shards_in_groups_may_be_told_to_be_cut_over_all_ranks() -> None:
-    """Where weights, gradients and state are cut already."""
+    """If weights, gradients and optimizer state are already sharded over groups."""
     config = config_of("mesh.dp=4", "zero.stage=3", "zero.shards=2", "memory.recompute=full", "schedule.microbatches=4")
     plan, smaller = (make_plan(each, "cuda") for each in (config, with_words(config, ("zero.shards=null",))))
     needed = [fit_of(each, device_memory("cuda", 1000)).needed for each in (plan, smaller)]
@@ -124,7 +124,7 @@ def test_host_memory_is_advised_where_nothing_else_suffices() -> None:
 
 
 def test_no_change_is_planned_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where host memory has to help, each kind of change is asked for several times."""
+    """If host memory has to help, each kind of change is considered several times."""
     words = "memory.recompute=full", "schedule.microbatches=16"
     plan, on_host = (make_plan(config_of(*words, *more), "cuda") for more in ((), ("memory.optimizer=host",)))
     needed, least = (fit_of(each, device_memory("cuda", 1000)).needed for each in (plan, on_host))
@@ -147,7 +147,7 @@ def test_a_plan_says_so_only_where_it_does_not_fit() -> None:
     assert refused.facts()["fits"]["remedy"] == refused.remedy != ""
 
 
-# By axis: rows that four ranks of a host exchange, in messages that are large beside a small model.
+# By axis: meshes on which four ranks of a host exchange rows, in messages that are large for so small a model.
 COPIED = {
     "cp": ("mesh.cp=4", "batch.sequence_length=16384", "batch.global_batch_size=2", "mesh.cp_method=all_gather"),
     "ep": (
@@ -162,7 +162,7 @@ COPIED = {
 @pytest.mark.parametrize("axis", COPIED)
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.95])
 def test_nccl_is_advised_only_where_the_slots_of_peer_copies_are_too_much(axis: str, share: float) -> None:
-    """At any room: with the advised words the plan fits, and without NCCL among them it does not."""
+    """For any memory: with the advised overrides the plan fits, and without the one for NCCL it would not."""
     config = config_of("model.layers=2", "zero.stage=0" if axis == "tp" else "zero.stage=3", *COPIED[axis])
     plan, over_nccl = (make_plan(each, "cuda") for each in (config, with_words(config, NCCL)))
     needed, least = (fit_of(each, device_memory("cuda", 1000)).needed for each in (plan, over_nccl))

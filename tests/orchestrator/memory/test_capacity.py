@@ -1,4 +1,4 @@
-"""data.capacity_factor: auto. The largest capacity that fits is chosen, and kept when the run continues."""
+"""data.capacity_factor: auto. The largest capacity that fits is chosen, and kept when the run resumes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def needed(config: RunConfig, factor: float) -> int:
 
 
 def room_between(config: RunConfig, share: float) -> DeviceMemory:
-    """Of what ranks need with their even share of tokens, 0, and with USEFUL times it, 1."""
+    """Memory between what ranks need for their even share of tokens (share 0) and for USEFUL times it (share 1)."""
     least, most = needed(config, 1.0), needed(config, USEFUL)
     return DeviceMemory(int(least + share * (most - least)), "of a test")
 
@@ -76,7 +76,7 @@ def test_the_chosen_capacity_fits_and_the_next_larger_one_does_not(config: RunCo
 
 
 def test_no_capacity_that_fits_is_larger(config: RunConfig) -> None:
-    """Of all up to USEFUL, one by one."""
+    """For memory that just fits one of many capacities up to USEFUL, or just does not."""
     factors = [number / STEPS for number in range(STEPS, int(USEFUL * STEPS) + 1, 25)]
     sizes = [needed(config, factor) for factor in factors]
     assert sizes == sorted(sizes)

@@ -43,7 +43,7 @@ def config_of(*words: str) -> RunConfig:
 
 
 def room_of(*words: str, share: float) -> DeviceMemory:
-    """Between what full recomputation needs, 0, and what none does, 1."""
+    """Memory between what is needed with full recomputation (share 0) and with none (share 1)."""
     least, most = (needed(config_of(*words, f"memory.recompute={mode}")) for mode in ("full", "none"))
     return DeviceMemory(int(least + share * (most - least)), "of a test")
 
@@ -59,7 +59,7 @@ def needed(config: RunConfig) -> int:
 
 
 def every_choice(parts: tuple[str, ...], layers: int, gathered: list[list[str]]) -> Iterator[list[str]]:
-    """By hand."""
+    """The overrides of every choice, listed by hand."""
     sets = (names for count in range(1, len(parts) + 1) for names in combinations(parts, count))
     for count, mode in product(gathered, [*(f"[{','.join(names)}]" for names in sets), "full"]):
         yield from ([f"memory.recompute={mode}", f"memory.recompute_layers={n + 1}", *count] for n in range(layers))
@@ -135,7 +135,7 @@ def test_a_run_with_a_choice_is_the_run_with_these_values() -> None:
 
 
 def test_a_part_by_itself_is_chosen_where_nothing_that_fits_is_faster() -> None:
-    """The result of attention to short sequences, in microbatches that take a GPU longer than its host."""
+    """Here the result of attention, with short sequences and microbatches that keep the GPU busier than the host."""
     given = ["batch.sequence_length=512", "batch.global_batch_size=64", "memory.unit_layers=1"]
     least = ("memory.recompute=[core_attn]", "memory.recompute_layers=1")
     room = DeviceMemory(needed(config_of(*given, *least)), "")
@@ -143,7 +143,7 @@ def test_a_part_by_itself_is_chosen_where_nothing_that_fits_is_faster() -> None:
 
 
 def test_weights_stay_gathered_through_the_microbatches_where_they_fit() -> None:
-    """All units of a rank are gathered once a step then, two in less memory for every reader."""
+    """With room, all units of a rank are gathered once a step; with less, two at a time, for each reader."""
     config = config_of("mesh.dp=2", "zero.stage=3", "zero.max_gathered=auto", "memory.unit_layers=1")
     plain = config_of("mesh.dp=2", "zero.stage=3", "memory.unit_layers=1")
     assert choices(config, DeviceMemory(2**40, "")) == ("zero.max_gathered=8",)

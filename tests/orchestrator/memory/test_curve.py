@@ -46,7 +46,7 @@ def test_the_highest_point_is_the_planned_peak(words: list[str], monkeypatch: py
 
 @plans
 def test_the_changes_of_instructions_add_up_to_the_planned_peak_and_to_nothing(words: list[str]) -> None:
-    """In the order of the program; and no instruction of another lane than that of compute takes memory."""
+    """In program order; and only instructions on the compute lane change memory."""
     plan = make_plan(load(None, [*SIZES, *words]), "cuda")
     found, row = planned_memory(plan), 0
     assert found.in_bytes and len(found.starts) == len(found.ends) == plan.program.columns.rows

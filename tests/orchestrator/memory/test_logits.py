@@ -1,4 +1,4 @@
-"""memory.logits: what it saves and costs, and what takes the place of auto."""
+"""memory.logits: what it saves and costs, and what auto resolves to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECOMPUTE = "memory.logits=recompute"
 
 
 def config_of(*words: str) -> RunConfig:
-    """Two microbatches of 8,192 tokens, whose logits have 2 GiB; without graphs, which need room."""
+    """Two microbatches of 8,192 tokens, whose logits take 2 GiB; without CUDA graphs, which take memory."""
     given = [*SIZES, *BATCH, "model.vocab=131072", "cluster.device=cuda", "cluster.cuda_graphs=false"]
     return load(None, [*given, *words])
 
@@ -41,7 +41,7 @@ def needed(*words: str) -> int:
 
 
 def room_between(*words: str, share: float = 0.5) -> DeviceMemory:
-    """Too little to keep logits, and enough to make them in chunks."""
+    """Memory that is too little to keep logits, but enough to compute them in chunks."""
     kept, chunked = needed(*words), needed(*words, RECOMPUTE)
     assert chunked < kept - 2**30
     return DeviceMemory(int(chunked + share * (kept - chunked)), "of a test")
@@ -63,11 +63,11 @@ def test_chunks_cost_one_product_with_the_head() -> None:
         sum(getattr(chunked, name)) - sum(getattr(kept, name)) for name in ("forward", "backward", "weight")
     )
     assert forward > 0 > backward
-    assert forward + backward == pytest.approx(0, abs=0.1 * forward)  # a product of fewer rows takes a bit longer
+    assert forward + backward == pytest.approx(0, abs=0.1 * forward)  # products of fewer rows are a little slower
     plan = plan_with()
     assert plan.rates is not None
     product = 2 * plan.slice_tokens * plan.model.vocab * plan.model.hidden / plan.rates.flops
-    assert product < weight < 2.2 * product  # with the loss's gradient, and a sum of the weight's for each chunk
+    assert product < weight < 2.2 * product  # and the loss's gradient, and adding up the weight's
     repeated = [costs_of(plan_with(f"memory.logits={each}", "memory.recompute=full", "memory.unit_layers=4"))
                 for each in ("keep", "recompute")]  # fmt: skip
     assert repeated[0].forward == repeated[1].forward
@@ -113,7 +113,7 @@ def test_layers_or_logits_are_made_again_whichever_takes_less_time(share: float,
 
 
 def test_logits_are_kept_where_the_sake_of_others_leaves_room_for_them() -> None:
-    """The first rank has more microbatches in flight than the last one has logits."""
+    """The microbatches in flight on the first rank take more memory than the logits on the last."""
     given = ["mesh.pp=4", "model.layers=8", "schedule.microbatches=8", "batch.global_batch_size=32"]
     given += ["batch.sequence_length=2048", "model.vocab=32768"]
     config = config_of(*given, "memory.recompute=auto")
@@ -125,7 +125,7 @@ def test_logits_are_kept_where_the_sake_of_others_leaves_room_for_them() -> None
 
 
 def test_kept_logits_are_advised_away() -> None:
-    long = ["batch.global_batch_size=2", "batch.sequence_length=8192"]  # microbatches cannot be smaller
+    long = ["batch.global_batch_size=2", "batch.sequence_length=8192"]  # so that microbatches cannot be smaller
     config, room = config_of("memory.logits=keep", *long), room_between(*long, share=0.05)
     plan = make_plan(config, "cuda")
     advice = memory_advice(config, plan, fit_of(plan, room))

@@ -1,4 +1,4 @@
-"""Plans of long sequences need what the steps of tests/bench/results/long-h200.json have taken."""
+"""Planned memory of long sequences agrees with that of the steps in tests/bench/results/long-h200.json."""
 
 from __future__ import annotations
 

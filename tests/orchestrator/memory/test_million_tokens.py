@@ -1,4 +1,4 @@
-"""The page's plans of 7B at a million tokens, the case that MEMO measured."""
+"""The documented plans of 7B at a million tokens, the case that MEMO measured."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_page_has_the_planned_shares_bytes_and_mfu(number: int) -> None:
 
 
 def test_a_long_pipeline_is_planned_with_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that differ in shares only have one program, and notes plan no more than they need: 359 programs before."""
+    """Plans that differ only in fractions share a program, and notes plan no more than they need: once it was 359."""
     compiled = list[str]()
 
     def counted(name: str, *given: Any, **options: Any) -> Program:

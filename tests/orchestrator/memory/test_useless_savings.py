@@ -1,4 +1,4 @@
-"""Recomputation that saves nothing, or is not needed, is reported; and ZeRO that needs more memory than less of it."""
+"""Recomputation that saves nothing or is not needed is reported, and ZeRO that needs more memory than a lower stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of ZeRO are those of the paper (arXiv 1910.02054, section 5) with units: shards, and two units."""
+"""The bytes of ZeRO are those of the paper (arXiv 1910.02054, section 5) plus two unsharded units."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan_of(mesh: str, *words: str) -> Plan:
 
 
 def parameters(plan: Plan, rank: int) -> dict[int, int]:
-    """By unit, those of a rank before they are sharded."""
+    """Unit -> number of parameters of a rank, before sharding."""
     found = dict.fromkeys(plan.stages_of(rank), 0)
     for shard in plan.param_shards_of(rank):
         found[shard.stage] += plan.size(shard)
@@ -38,7 +38,7 @@ def parameters(plan: Plan, rank: int) -> dict[int, int]:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_state_is_shards_and_two_units(mesh: str, zero: int, recompute: str) -> None:
-    """Nothing is subtracted: parameters/N + two units, gradients/N + at most two units, optimizer/N."""
+    """Parameters/N + two units, gradients/N + at most two units, optimizer/N. The shards count beside the units."""
     plan = plan_of(mesh, f"zero.stage={zero}", f"memory.recompute={recompute}")
     for rank, found in enumerate(memories(plan)):
         units = parameters(plan, rank)
@@ -47,7 +47,7 @@ def test_state_is_shards_and_two_units(mesh: str, zero: int, recompute: str) -> 
         assert count == plan.mesh.dp * plan.mesh.cp * len(plan.program.holders(0))
         padding = 1 + 64 * count * len(units) / total  # shards are padded to 128 bytes
         assert 1 <= found["optimizer"] / (8 * total / count) <= padding
-        assert 1 <= found["master"] / (2 * total / count) <= padding  # halves: the others are weights
+        assert 1 <= found["master"] / (2 * total / count) <= padding  # lower halves; the weights are the upper ones
         weights = 2 * (total / count + two) if zero == 3 else 2 * total
         assert weights * 0.999 <= found["parameters"] <= weights * padding
         gradients = 4 * (total / count + two) if zero > 1 else 4 * total

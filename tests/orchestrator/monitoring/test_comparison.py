@@ -17,7 +17,7 @@ from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.mesh import to_mesh_ranks
 from pentad.schedules.spec.plan import Plan
 
-SLOWDOWN = {3: 1.0, 4: 2.5}  # of the measured steps
+SLOWDOWN = {3: 1.0, 4: 2.5}  # by measured step
 
 
 def measured_by(plan: Plan) -> Timeline:

@@ -1,4 +1,4 @@
-"""The page of a run whose ranks exchange messages inside layers: what it says of each op and stage."""
+"""The page of a run whose ranks exchange messages inside layers: what it says about each op and stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_messages_are_sent_once_for_each_op_and_stage(run: LayeredRun) -> None:
     ran = {(span.op, span.stage, "tp") for span in run.simulated.spans if span.op in ("F", "B", "BW", "RECOMPUTE")}
     assert len(rows) == len(set(rows)) and set(rows) == ran
     assert data["looks"]["LAYERS"]["label"] == "exposed messages inside layers"
-    assert_holds(data, data["panels"][1], run.simulated)  # spans of instructions alone
+    assert_holds(data, data["panels"][1], run.simulated)  # only spans of instructions
 
 
 def test_the_page_hardly_grows(run: LayeredRun) -> None:

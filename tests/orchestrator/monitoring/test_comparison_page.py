@@ -66,7 +66,7 @@ def test_ranks_of_the_mesh_share_transfers_and_collectives_as_their_groups_do() 
 
 
 def test_more_steps_cost_no_more_dependencies() -> None:
-    """What a step adds is its spans, of which a path names a part."""
+    """Each step adds its spans, and a path that refers to some of them."""
     run = measured_run("zb-h2")
     one, three = (payload(run.page(steps)) for steps in ((5,), (3, 4, 5)))
     assert len(str(one["programs"])) == len(str(three["programs"]))

@@ -22,7 +22,7 @@ JOB = '{job="a"}'
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """(location, PromQL expression) of each expression."""
+    """(location, text) of each PromQL expression."""
     yield from ((rule["alert"], rule["expr"]) for rule in RULES)
     yield from ((note["name"], note["expr"]) for note in BOARD["annotations"]["list"])
     for panel in BOARD["panels"]:
@@ -30,7 +30,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def described(name: str) -> bool:
-    """Whether the exporter has a metric of this name, which for parts of a histogram has a suffix."""
+    """Whether the exporter has a metric of this name; parts of a histogram have a suffix."""
     base = re.sub(r"_(bucket|count|sum)$", "", name)
     return name in METRICS or (base in METRICS and METRICS[base].kind == "histogram")
 

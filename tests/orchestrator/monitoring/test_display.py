@@ -140,7 +140,7 @@ def test_a_recovery_shows_the_state_of_the_run_and_the_lost_rank() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The display's clock, which runs only if told to; a display begins at 100 s."""
+    """The display's clock, which begins at 100 s and moves only when told to."""
     found = SimpleNamespace(now=100.0)
     monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: found.now))
     return found
@@ -170,7 +170,7 @@ def test_a_terminal_shows_all_phases_until_the_first_step(clock: SimpleNamespace
         frame = shown(screen).rpartition("1/60 steps")[2]
         screen.file.truncate(0)
         time.sleep(0.3)
-        assert shown(screen) == ""  # steps are drawn as they come
+        assert shown(screen) == ""  # steps are drawn at once
     assert re.search(r" 2\.5 s  starting Ray\n +3\.5 s  first step", starting)
     assert "first step" not in frame
 
@@ -213,7 +213,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def words_at(width: int, steps: int = 12) -> list[list[str]]:
-    """The words of each line of a live table, without its bars, after `steps` steps with long figures."""
+    """The words of each line of a live table, without bars, after `steps` steps with long figures."""
     plan, _, _ = planned("mesh.dp=2", "mesh.cp=2", "mesh.tp=2", "batch.global_batch_size=32")
     screen = console(terminal=True, width=width)
     with Display(screen, "a-run-with-a-long-name-of-its-own", 100_000) as display:

@@ -1,4 +1,4 @@
-"""Prometheus scrapes what the exporter was given, under the agreed names and labels."""
+"""Prometheus scrapes what the exporter received, under the agreed names and labels."""
 
 import math
 import os
@@ -282,7 +282,7 @@ def test_a_scrape_is_atomic(exporter: Exporter) -> None:
 
 @pytest.mark.quiet
 def test_an_update_of_64_ranks_takes_under_a_millisecond(exporter: Exporter) -> None:
-    """In CPU time of this process, which is both client and server."""
+    """CPU time of this process, which is both client and server."""
     exporter.on_ranks_placed(view := view_of(Mesh(dp=4, pp=16)))
     exporter.on_gpu_states(dict.fromkeys(range(64), GPU))
     spans = spans_of(4, 100)

@@ -76,7 +76,7 @@ def test_an_ended_run_needs_no_head(watch):
 
 
 def test_the_driver_of_a_lost_head_says_so_and_ends_though_nothing_answers(monkeypatch, capsys):
-    """Every step of the end may fail or hang: the process exits all the same."""
+    """Every step of the shutdown may fail or hang: the process exits all the same."""
     monkeypatch.setattr(headwatch, "CHECK_SECONDS", 0.02)
     monkeypatch.setattr(headwatch, "LOCAL_SECONDS", 0.05)
     ended, timers, said = threading.Event(), list[Any](), dict[str, Any]()
@@ -86,7 +86,7 @@ def test_the_driver_of_a_lost_head_says_so_and_ends_though_nothing_answers(monke
         ended.set()
 
     class Bus:
-        display = None  # has no `close`
+        display = None  # which has no `close`
 
         def record(self, event, error):
             said[event] = error

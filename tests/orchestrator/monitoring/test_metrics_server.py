@@ -1,4 +1,4 @@
-"""The server of metrics: probes, and clients that do not behave."""
+"""The metrics server: probes, and misbehaving clients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_probes_learn_whether_the_run_makes_progress(exporter: Exporter) -> None
 
 @pytest.mark.slow
 def test_clients_that_send_nothing_take_a_bounded_number_of_threads(exporter: Exporter) -> None:
-    """Those beyond it are hung up on; as others end, there is room again."""
+    """Connections beyond the limit are closed; when others end, there is room again."""
     host, _, port = exporter.address.rpartition(":")
     before = threading.active_count()
     with ExitStack() as stack:

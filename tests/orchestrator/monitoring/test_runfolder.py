@@ -135,7 +135,7 @@ def test_a_resumed_run_may_change_options_that_do_not_affect_its_data_or_model(t
     opened(tmp_path).close()
     with opened(tmp_path, override) as run:
         assert run.resumed
-        assert saved_config(run.path) == config_in(tmp_path)  # until the new configuration has run a step
+        assert saved_config(run.path) == config_in(tmp_path)  # kept until the new configuration runs
         run.begin(config_in(tmp_path, override))
         assert saved_config(run.path) == config_in(tmp_path, override)
 

@@ -1,4 +1,4 @@
-"""What drivers of GPUs report of errors: in the journal, on the terminal and as evidence, once each."""
+"""Errors reported by GPU drivers (Xids) appear once each: in the journal, on the terminal and as evidence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_an_xid_is_recorded_when_it_is_new(tmp_path: Path) -> None:
     notes = list[str]()
     with page_run(tmp_path) as run:
         run.bus.display.note = notes.append  # type: ignore[assignment, method-assign]
-        for xids in ((), (79,), (79,), (79, 79, 31), (13,)):  # the last one of another process
+        for xids in ((), (79,), (79,), (79, 79, 31), (13,)):  # the last one is of another process
             states = {rank: Status(1, 0, "", 0.0, gpu=GpuState(xids=xids if rank == 2 else ())) for rank in range(4)}
             run.bus.update_ranks(states, {})
         run.bus.folder.files.settle()

@@ -96,7 +96,7 @@ def test_the_command_serves_it_until_it_is_interrupted(tmp_path: Path) -> None:
 def test_an_interrupt_counts_from_before_the_address_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where KeyboardInterrupt would get lost."""
+    """Even where KeyboardInterrupt would be lost, as in __del__."""
     folder, *_ = ended_run(tmp_path)
     handler = signal.getsignal(signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""The page as a reader uses it: the token, ranks chosen by keys and touch, kept steps, a phone, light and dark."""
+"""The page in a browser: the token, ranks selected by keys and touch, kept steps, a phone, light and dark."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_keys_choose_a_rank_and_show_its_groups_and_what_flows(tab: Browser, run
     assert tab.value(name).startswith("rank 2, pp1 dp0: ") and tab.value(name).endswith(", in the dp group of rank 3")
     tab.press("ArrowLeft")
     assert "waits for 3: 0RECV_B0" in " ".join(tab.value(panel).split())
-    tab.value("document.querySelector('#panel button').click()")  # whom it waits for
+    tab.value("document.querySelector('#panel button').click()")  # the rank it waits for
     assert "Rank 3" in tab.value(panel) and tab.value("document.activeElement.dataset.rank") == "3"
     tab.press("Escape")
     assert tab.value("document.querySelectorAll('[aria-pressed=true]').length") == 0
@@ -155,7 +155,7 @@ def test_names_of_the_run_stay_text(tab: Browser, run: PageRun) -> None:
 
 
 def test_what_is_read_stays_while_nothing_changes(tab: Browser, run: PageRun) -> None:
-    """A screen reader in the panel does not lose its place with every answer of the driver."""
+    """A screen reader in the panel does not lose its place whenever the driver answers."""
     opened(tab, run)
     tab.value("document.querySelector('.tile[data-rank=\"0\"]').click()")
     tab.until("document.querySelector('#panel h3').textContent.startsWith('Rank 0')")
@@ -267,7 +267,7 @@ def test_a_run_that_has_ended_is_shown_from_its_files(tab: Browser, tmp_path: Pa
     with closing(PageServer(page, "127.0.0.1", 0, TOKEN, None)) as served:
         tab.look(1300)
         tab.open(f"{served.url}?token={TOKEN}")
-        tab.errors.clear()  # of the page before, whose driver is gone
+        tab.errors.clear()  # those of the previous page, whose driver is gone
         tab.until("document.getElementById('state')?.textContent === 'finished'")
         tab.value("document.querySelector('.tile[data-rank=\"3\"]').click()")
         text = " ".join(tab.value("document.getElementById('panel').innerText").split())

@@ -1,4 +1,4 @@
-"""What the page gets: ranks and whom they wait for, curves, kept steps, events; over rewinds and generations."""
+"""Data of the page: ranks and whom they wait for, curves, kept steps, events; across rewinds and generations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_rank_is_shown_with_whom_it_waits_for(run: PageRun) -> None:
     waits = {rank["rank"]: rank["waits"] for rank in ranks}
     assert waits[1] == {"for": (3,), "what": "0RECV_B0", "axis": ""}
     assert waits[3] is None
-    run.place(generation=2)  # of whom nothing is known yet
+    run.place(generation=2)  # of whose ranks nothing is known yet
     assert all(rank["waits"] is None for rank in run.data.state()["ranks"])
 
 
@@ -92,7 +92,7 @@ def test_the_last_steps_are_drawn_as_timelines(run: PageRun) -> None:
     assert [panel["source"] for panel in panels] == ["measured", "simulated"]
     assert [[step["step"] for step in panel["steps"]] for panel in panels] == [[3, 4, 5, 6, 7]] * 2
     first = run.data.timeline_html()
-    assert run.data.timeline_html() is first  # drawn once, however often it is asked for
+    assert run.data.timeline_html() is first  # drawn only once
     run.place(generation=2)
     assert run.data.state()["kept"] == []
 
@@ -126,12 +126,12 @@ def test_the_load_of_experts_is_relative_to_its_layer(run: PageRun) -> None:
     layers = [{"layer": 1, "load": [3.0, 1.0, 0.0, 0.0]}, {"layer": 2, "load": [1.0] * 4}]
     assert run.data.experts() == {"step": 0, "layers": layers}
     run.run(1, 2, loads=())
-    assert run.data.experts()["step"] == 0  # until ranks report another
+    assert run.data.experts()["step"] == 0  # kept until ranks report others
 
 
 @pytest.mark.quiet
 def test_figures_of_many_spans_are_drawn_in_another_process(tmp_path: Path) -> None:
-    """This one, whose interpreter keeps the ranks busy, takes a fraction of the time of drawing them here."""
+    """The driver's process, which keeps the ranks busy, takes a fraction of the time that drawing in it would take."""
     with page_run(tmp_path, "mesh.pp=4", "schedule.microbatches=32", "batch.global_batch_size=64") as run:
         run.run(*range(5))
         plan, measured = run.data._measured()
@@ -148,7 +148,7 @@ def test_figures_of_many_spans_are_drawn_in_another_process(tmp_path: Path) -> N
 def test_the_time_left_is_that_of_the_last_steps_while_the_run_continues(run: PageRun) -> None:
     assert run.data.state()["seconds_left"] is None and run.data.state()["newest"] is None
     run.bus.set_state("running")
-    run.run(0, 1, 2)  # of a second each, of 40
+    run.run(0, 1, 2)  # three of 40 steps, a second each
     found = run.data.state()
     assert found["seconds_left"] == 37.0 and found["newest"]["step_seconds"] == found["newest"]["bubble_planned"] == 1.0
     run.bus.set_state("paused")

@@ -1,4 +1,4 @@
-"""The page's server: only who has the token sees anything, names stay text, and no client holds up another."""
+"""The page's server: nobody sees anything without the token, names stay text, and no client holds up another."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_nothing_is_shown_without_the_token(run: PageRun) -> None:
 def test_the_token_is_given_once_and_then_a_cookie_stands_for_it(run: PageRun, way: str) -> None:
     first = Answer(run, f"/?token={TOKEN}") if way == "query" else Answer(run, "/", form=f"token={TOKEN}")
     assert (first.status, first.headers["Location"]) == (303, "/")
-    assert TOKEN not in first.headers["Set-Cookie"]  # servers on other ports of the host see cookies
+    assert TOKEN not in first.headers["Set-Cookie"]  # other ports of the host get the cookies, too
     assert {"HttpOnly", "SameSite=Lax"} <= set(first.headers["Set-Cookie"].split("; "))
     assert [Answer(run, path, Cookie=first.cookie).status for path in PAGES] == [200] * 7 + [404]
     assert Answer(run, "/state.json", Cookie=first.cookie + "0").status == 401
@@ -80,7 +80,7 @@ def test_a_program_gives_the_token_as_a_header(run: PageRun) -> None:
 
 
 def test_the_page_is_whole_and_from_one_origin(run: PageRun) -> None:
-    """Every file that it names is served here, its scripts are files, and nothing is kept or framed elsewhere."""
+    """All files that it names are served here, scripts are files, and nothing is cached or framed elsewhere."""
     for name in ASSETS:
         answer = Answer(run, f"/{name}", Authorization=f"Bearer {TOKEN}")
         assert answer.status == 200 and "http://" not in answer.body.replace("http://www.w3.org/", ""), name
@@ -105,7 +105,7 @@ def test_many_readers_at_once_see_the_same(run: PageRun) -> None:
 
 
 def test_beyond_this_machine_it_is_encrypted(run: PageRun) -> None:
-    """With the certificate of the control service, and a cookie that is sent no other way."""
+    """With the certificate of the control service, and a cookie that is only sent over TLS."""
     certificate = make_certificate()
     with closing(PageServer(run.data, "127.0.0.1", 0, TOKEN, certificate)) as served:
         assert served.url.startswith("https://127.0.0.1:")

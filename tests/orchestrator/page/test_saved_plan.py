@@ -1,5 +1,5 @@
-"""`pentad timeline` draws from a run's folder what the run itself drew: messages inside layers and planned memory,
-without executing a file that its configuration names."""
+"""From a run's folder, `pentad timeline` draws what the run itself drew: messages inside layers and planned memory. It
+executes no file that the configuration names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RUNS = {
 
 
 def finished(folder: Path, device: str, hosts: int, *words: str) -> Path:
-    """The folder of a run that has measured a step, on as many hosts."""
+    """The folder of a run on this many hosts that has measured a step."""
     config = load(None, [f"run.folder={folder}", "run.name=trial", "run.steps=4", *words])
     size = config.mesh.size
     on = tuple(rank * hosts // size for rank in range(size))

@@ -1,4 +1,4 @@
-"""The timeline of a run as a reader uses it: clicks and keys on measured instructions, the critical path, a phone."""
+"""The timeline of a run in a browser: clicks and keys on measured instructions, the critical path, a phone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def opened(tab: Browser, text: str, folder: Path, width: int = 1280, *, dark: bo
 
 
 def click(tab: Browser, name: str, rank: int, panel: int = 0) -> None:
-    """On the bar of an instruction in the measured panel, or in that below it."""
+    """Clicks the bar of an instruction in the measured panel (0) or in the one below it (1)."""
     script = """
     (() => {
       const panel = panels[PANEL];
@@ -53,7 +53,7 @@ def click(tab: Browser, name: str, rank: int, panel: int = 0) -> None:
 
 
 def lines(tab: Browser, title: str) -> list[str]:
-    """Of one of the two lists below the panels."""
+    """The lines of the list with this title below the panels."""
     script = f"""[...document.querySelectorAll('#selection h3')].filter((h) => h.textContent === '{title}')
         .flatMap((h) => [...h.parentElement.querySelectorAll('li')].map((li) => li.innerText))"""
     return [" ".join(line.split()) for line in tab.value(script)]
@@ -113,7 +113,7 @@ def test_the_critical_path_of_each_measured_step_is_shown_with_what_it_is_made_o
 def test_each_piece_of_the_path_begins_when_the_last_that_its_instruction_waited_for_ends(
     tab: Browser, tmp_path: Path, name: str
 ) -> None:
-    """What a click names as the last dependency is what the path comes from."""
+    """The path leads back to what a click names as the last dependency."""
     opened(tab, measured_run(name).page(), tmp_path)
     wrong = tab.value(
         """
@@ -153,7 +153,7 @@ def test_a_step_of_another_program_says_so(tab: Browser, tmp_path: Path) -> None
 
 
 def test_the_memory_of_a_run_is_that_of_its_plan(tab: Browser, tmp_path: Path) -> None:
-    """At its peak, whatever the times."""
+    """The peaks agree, whatever the times."""
     with page_run(tmp_path) as run:
         run.run(0, 1)
         opened(tab, run.data.timeline_html(), tmp_path)
@@ -169,7 +169,7 @@ def test_a_phone_shows_all_of_it(tab: Browser, tmp_path: Path, dark: bool) -> No
     click(tab, "1F3", 2)
     assert tab.value(SELECTED) == "1F3" and "last, then" in tab.value(SELECTION)
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
-    tab.press("ArrowDown", "ArrowDown", "ArrowDown")  # the panel is higher than what the selection leaves of the window
+    tab.press("ArrowDown", "ArrowDown", "ArrowDown")  # the panel is taller than the window's free part
     assert "\nrank\n5\n" in tab.value(SELECTION)
     assert tab.value(
         """
@@ -189,7 +189,7 @@ def test_a_phone_shows_all_of_it(tab: Browser, tmp_path: Path, dark: bool) -> No
 def test_a_click_or_a_key_shows_the_messages_inside_an_instruction(
     tab: Browser, tmp_path: Path, width: int, dark: bool
 ) -> None:
-    """Of a measured one as planned, of a simulated one at the costs of the step."""
+    """For a measured one as planned, for a simulated one at the costs of the step."""
     run = layered_run()
     opened(tab, run.page(), tmp_path, width, dark=dark)
     assert "exposed messages inside layers" in tab.value("byId('legend').innerText")
@@ -203,7 +203,7 @@ def test_a_click_or_a_key_shows_the_messages_inside_an_instruction(
         facts = ["compute", times[0], "exposed messages", f"tp {times[1]}", "hidden messages", f"tp {times[2]}"]
         assert [line for line in text if line] == [title, *facts]
         tip = [line for line in tab.value("byId('tip').innerText").split("\n") if line]
-        if width > 600:  # else the section below has it all
+        if width > 600:  # else only the section below has them
             assert tip[tip.index(("planned " if panel == 0 else "") + "exposed messages") + 1] == f"tp {times[1]}"
     tab.press("ArrowRight")
     assert tab.value(SELECTED) == "1BW3" and "exposed messages" in tab.value(SELECTION)

@@ -1,4 +1,4 @@
-"""schedule.name=auto: no schedule of the catalogue is planned to take less time, reductions and updates included."""
+"""schedule.name=auto: no schedule of the catalogue has a shorter planned time, including reductions and updates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_schedule_of_the_catalogue_has_a_shorter_step(words):
 
 
 def test_mirrors_reduce_and_gather_what_as_many_replicas_would():
-    """Of one stage that two ranks of a host hold, whether along dp or as mirrors."""
+    """Two ranks of a host hold a stage, whether along dp or as mirrors."""
     plan = make_plan(planned("llama-1b", "mesh.pp=2", "schedule.name=dualpipe"), "cuda", proved=False)
     assert num_mirrors(plan.program.placement) == 2
     rates, span = plan.rates, plan.layers[0]

@@ -1,4 +1,4 @@
-"""The balance of a plan is that of the documents that its steps read."""
+"""The balance of a plan is computed from the documents that its steps read."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_a_pool_that_cannot_be_is_one_sentence(
 
 
 def test_costs_of_a_document_are_the_planned_seconds_of_training_on_it() -> None:
-    """On a GPU whose attention attains half of what its products do, it takes twice as long, and in B five products
-    for four."""
+    """Attention has five products in B for two in F. On a GPU where it reaches half the FLOP/s of other products, its
+    share is twice as large."""
     config = load(Path("deploy/jobs/llama-8b.yaml"), ["mesh.tp=1", "batch.sequence_length=32768"])
     model = config.model_spec("bfloat16")
     plan = make_plan(config, "cuda")

@@ -1,5 +1,5 @@
-"""The planner's communication volumes equal what layers send, counted at every collective, and what programs
-contain; and all of it fits into the slots in which ranks of one host share rows."""
+"""The planner's communication volumes equal what layers send, counted at every collective, and what programs contain;
+and every message fits into the slots through which ranks of one host exchange rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from pentad.workers.parallel.row_exchange import RowGroup
 
 @pytest.fixture
 def sent(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommVolume]:
-    """Records everything that layers send; even small products have several tiles."""
+    """Records everything that layers send. Tiles are small, so that even small products have several."""
     found, caches = CommVolume(), (stage_volume, layer_volume)
 
     def pass_on(ring: cp_ring.Ring, block: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
@@ -73,7 +73,7 @@ def sent(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommVolume
 
 
 class SlotSize(NamedTuple):
-    """Stands for rows that are exchanged through slots of so many bytes: what does not fit fails the test."""
+    """Poses as row slots of this size: rows that do not fit fail the test."""
 
     bytes: int
 
@@ -135,7 +135,7 @@ def test_chunks_of_logits(sent, corpus, family):
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_step_with_chunks_of_logits(sent, corpus, mode):
-    """F of what RECOMPUTE repeats scatters no gradient."""
+    """The forward that RECOMPUTE repeats scatters no gradient."""
     plan = plan_of("gpipe", 1, 1, 1, corpus, recompute=mode, logit_rows=5, tp=2)
     for _, run in phases(plan, 0, lambda _: SlotSize(plan.slice_tokens * 2**20)):
         run()
@@ -152,7 +152,7 @@ def cases_in_8_bits() -> list[Any]:
 
 @pytest.mark.parametrize(("family", "length", "mode", "scaling"), cases_in_8_bits())
 def test_layers_in_8_bits(sent, corpus, family, length, mode, scaling):
-    """Of two layers of the first stage one is in the compute dtype. Half a sequence is no multiple of a tile."""
+    """One of the first stage's two layers is in the compute dtype. Half a sequence is no multiple of a tile."""
     plan = plan_of("gpipe", 1, 2, 1, corpus, model=in_tiles(FAMILIES[family]), recompute=mode, tp=2)
     plan = replace(plan, fp8=Fp8Spec(scaling, skip_first=1), batch=replace(plan.batch, sequence_length=length))
     check(sent, plan, 0)
@@ -160,7 +160,7 @@ def test_layers_in_8_bits(sent, corpus, family, length, mode, scaling):
 
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
 def test_a_head_in_8_bits(sent, corpus, family):
-    """Its gradient is scattered at once, that of multi-token prediction in tiles."""
+    """Its gradient is scattered at once, but that of multi-token prediction in tiles."""
     model = replace(in_tiles(FAMILIES[family]), vocab=512)
     plan = plan_of("gpipe", 1, 2, 1, corpus, model=model, tp=2)
     check(sent, replace(plan, fp8=Fp8Spec("block", head=True), batch=replace(plan.batch, sequence_length=128)), 1)
@@ -187,7 +187,7 @@ def test_tokens_of_experts_are_sent_in_8_bits(sent, corpus, mode, axes):
 @pytest.mark.parametrize("mode", ["none", "attention"])
 @pytest.mark.parametrize("family", ["llama", "deepseek with mtp"])
 def test_an_exchange_by_peer_copies_takes_one_slot(corpus, monkeypatch, family, mode, axes):
-    """The result of a product too, however many tokens it has."""
+    """Even the result of a product, however many tokens it has."""
     monkeypatch.setattr(row_slots, "TILE_TOKENS", TILE)
     plan, rows = plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes), SlotCount()
     piece = piece_of(plan)._replace(device="cuda")
@@ -200,7 +200,7 @@ def test_an_exchange_by_peer_copies_takes_one_slot(corpus, monkeypatch, family, 
 
 
 class SlotCount:
-    """Stands for rows that are exchanged through slots; zeros arrive from other ranks."""
+    """Poses as row slots and counts those taken; other ranks send zeros."""
 
     taken = 0
 
@@ -230,7 +230,7 @@ def check(sent: CommVolume, plan: Plan, index: int, device: str = "cpu") -> None
 
 
 def phases(plan: Plan, index: int, rows_of: Callable[[Axis], Any]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """F, RECOMPUTE and B of a stage, whose ranks exchange rows along each axis through what `rows_of` gives."""
+    """F, RECOMPUTE and B of a stage, whose ranks exchange rows along each axis through the slots of `rows_of(axis)`."""
     stage = make_stage(plan, index)
     groups: Any = stage.layer_context
     for axis in (axis for axis in LAYER_AXES if getattr(plan.mesh, axis) > 1):

@@ -1,4 +1,4 @@
-"""Slots for experts' tokens: who has them, how many, and what the planner counts for them."""
+"""Slots for experts' tokens: which plans have them, how many, and what the planner counts for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = ROOT / "deploy/jobs/qwen3-30b-a3b.yaml"
 
 
 def plan_of(*overrides: str, ep: int = 32, device: str = "cuda") -> Plan:
-    """Of Qwen3 30B-A3B with a sequence of 4,096 tokens in each of two microbatches."""
+    """A plan of Qwen3 30B-A3B with two microbatches of one sequence of 4,096 tokens."""
     words = [f"mesh.ep={ep}", f"batch.global_batch_size={2 * ep}", "memory.recompute=full", "model.layers=8"]
     return make_plan(load(Path(CONFIG), [*words, *overrides]), device)
 
@@ -59,7 +59,7 @@ def test_ranks_have_slots_by_default_where_fewer_rows_then_leave_hosts(ep, more,
     ],
 )
 def test_the_share_of_tokens_that_a_rank_gets_is_that_of_all_choices(num_experts, top_k, ep, groups, topk_groups):
-    """Also where a rank has experts of several groups, or parts of groups."""
+    """Even if a rank has experts of several groups, or parts of groups."""
     experts, size = Experts(num_experts, top_k, 1, num_groups=groups, topk_groups=topk_groups), num_experts // groups
     visits = [
         len({each * ep // num_experts for each in chosen}) / ep
@@ -83,7 +83,7 @@ def test_slots_are_refused_where_a_step_is_not_run_again(words, reason):
 
 
 def test_slots_save_time_bytes_and_memory():
-    """All slots travel, used or not: 31 x 1,424 rows instead of 31 x 4,096."""
+    """All slots are sent, used or not: 31 x 1,424 rows instead of 31 x 4,096."""
     few, all_tokens = plan_of("mesh.tp=4"), plan_of("mesh.tp=4", "mesh.ep_capacity=0")
     assert simulated_seconds(few) < 0.8 * simulated_seconds(all_tokens)
     assert _sent_to_experts(few) / _sent_to_experts(all_tokens) == pytest.approx(1424 / 4096, rel=0.01)

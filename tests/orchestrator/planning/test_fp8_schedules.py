@@ -1,4 +1,4 @@
-"""What 8-bit operands of the deferred W are worth to zero-bubble schedules: the figures of docs/fp8.md."""
+"""How much memory 8-bit operands of deferred W save in zero-bubble schedules: the figures of docs/fp8.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEDULES = ("1f1b", "zb-h1", "zb-h2")
 
 @cache
 def planned(schedule: str, matmul: str) -> tuple[float, float]:
-    """GiB of activations and of everything, on the rank that has most, of 8B on four GPUs."""
+    """GiB of activations and GiB in all, each on the rank with the most, of an 8B model on four GPUs."""
     overrides = [*PIPELINE, "schedule.microbatches=16", f"schedule.name={schedule}", f"precision.matmul={matmul}"]
     ranks = memories(make_plan(load(Path("deploy/jobs/llama-8b.yaml"), overrides), "cuda"))
     return max(each["activations"] for each in ranks) / GIB, max(each["total"] for each in ranks) / GIB
@@ -27,7 +27,7 @@ def planned(schedule: str, matmul: str) -> tuple[float, float]:
 
 @pytest.mark.timeout(60)
 def test_zb_h1_in_8_bits_fits_where_1f1b_in_16_bits_does() -> None:
-    """Its activations, and but for the weights in 8 bits everything."""
+    """By activations; and by all memory, compared with 1F1B that also holds weights in 8 bits."""
     (wanted, _), (found, total) = planned("1f1b", "compute"), planned("zb-h1", "fp8-block")
     assert found < 1.05 * wanted < planned("zb-h1", "compute")[0] / 1.3
     assert total < 1.01 * planned("1f1b", "fp8-block")[1]

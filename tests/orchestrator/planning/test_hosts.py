@@ -32,7 +32,7 @@ def test_ranks_fill_hosts_from_the_innermost_axis(mesh: Mesh, axes: tuple[Axis, 
 
 
 def test_collectives_between_hosts_use_the_links_of_all_their_ranks() -> None:
-    """No faster than links on a host; sends have a link each."""
+    """They are no faster than links within a host. Each send uses one link."""
     for tp, bandwidth in ((1, 80.0), (2, 40.0), (8, 10.0)):
         found = links_of(RATES, Mesh(tp=tp, dp=64 // tp), ("dp",))
         assert [found.of(kind).bandwidth for kind in ("all_reduce", "send", "all_to_all")] == [bandwidth, 10.0, 10.0]

@@ -25,10 +25,10 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 
 RESULTS = [json.loads(path.read_text()) for path in sorted((TESTS / "bench" / "results").glob("meshes-*.json"))]
-UNITS_SINCE = "2026-11-23"  # before, no stage was cut
-HALVES_SINCE = "2026-11-29"  # before, master weights had all their memory, beside the weights in bfloat16
+UNITS_SINCE = "2026-11-23"  # before, stages were not split into units
+HALVES_SINCE = "2026-11-29"  # before, master weights did not share the upper halves with bfloat16 weights
 SPARSE_SINCE = "2026-11-29 22:00"  # before, W of the embedding filled a gradient of all its rows
-COPIES_SINCE = "2026-11-26 18:12"  # before, and in the tree of then, tensor ranks exchanged rows by NCCL
+COPIES_SINCE = "2026-11-26 18:12"  # before, and in the old tree, tensor ranks exchanged rows by NCCL
 RUNS = [
     {
         **run,
@@ -51,7 +51,7 @@ each_run = pytest.mark.parametrize(
 
 
 def planned(run: dict[str, Any]) -> Plan:
-    """Gradients were reduced in buckets in some runs, which took no memory. None had graphs."""
+    """The plan of a measured run. The buckets of some runs took no memory; no run used CUDA graphs."""
     overrides = [each for each in run["overrides"] if not each.startswith("zero.bucket_mib")]
     overrides += ["cluster.cuda_graphs=false"]
     overrides += [] if run["has_units"] else ["memory.unit_layers=100"]
@@ -64,7 +64,7 @@ def planned(run: dict[str, Any]) -> Plan:
 
 @pytest.fixture
 def dense_embedding_gradients(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Those of runs in which W of the embedding filled them."""
+    """Plans dense gradients of the embedding for runs in which its W filled them."""
     if not run["is_sparse"]:
         lookup = activation_memory.lookup
 
@@ -82,7 +82,7 @@ def dense_embedding_gradients(run: dict[str, Any], monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("dense_embedding_gradients")
 @each_run
 def test_peak_memory_is_as_planned(run: dict[str, Any]) -> None:
-    """Within 2 %, but of early runs within 5 %."""
+    """Within 2 %, or 5 % for early runs."""
     most = max(each["total"] + (0 if run["has_halves"] else each["master"]) for each in memories(planned(run)))
     assert most / 2**30 == pytest.approx(run["peak_gib"], rel=0.02 if run["has_halves"] else 0.05)
 

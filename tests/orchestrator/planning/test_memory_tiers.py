@@ -1,4 +1,4 @@
-"""memory.offload_fraction: auto takes the cheapest mixture of device, host and recomputation with which ranks fit."""
+"""memory.offload_fraction: auto takes the cheapest mix of device memory, host memory and recomputation that fits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_only_ranks_that_lack_memory_offload_and_no_more_than_they_must() -> Non
     assert found == sorted(found, reverse=True) and found[0] > 0 == found[-1]
     for rank, share in enumerate(found):
         assert (share > 0) == (needed(roomy)[rank] > 71)
-        assert share == 0 or needed(tight)[rank] > 71 - 3  # of which a cut tensor may leave some unused
+        assert share == 0 or needed(tight)[rank] > 71 - 3  # splitting a tensor may leave some unused
     assert seconds(tight) == pytest.approx(seconds(roomy), rel=0.01)
 
 
@@ -113,7 +113,7 @@ def test_rows_are_recomputed_in_finer_parts_than_layers() -> None:
     ("name", "gib", "gain"), [("1f1b", 42, 0.06), pytest.param("interleaved", 42, 0.05, marks=pytest.mark.slow)]
 )
 def test_a_pipeline_takes_the_prefetch_with_which_a_step_is_shortest(name: str, gib: int, gain: float) -> None:
-    """Copies that are late beside forwards in a row are on time beside the backwards that follow."""
+    """Copies that would be late among consecutive forwards are in time among the backwards that follow."""
     words = ["batch.sequence_length=8192", "memory.host_gib=400", f"schedule.name={name}", "model.layers=32"]
     words += ["schedule.microbatches=16", "batch.global_batch_size=16", "memory.unit_layers=1"]
     near, chosen = planned(gib, *words, "memory.offload_prefetch=1"), planned(gib, *words)
@@ -148,7 +148,7 @@ def test_a_host_that_is_too_small_is_refused(words: list[str], sentence: str) ->
     gib = f"{chosen.memory.host_gib:g}"
     assert str(caught.value).startswith(sentence)
     assert str(caught.value).endswith(f"GiB, memory.host_gib = {gib}")
-    host_fit.require_host(chosen, make_plan(chosen, "cpu"))  # where the device's memory is the host's
+    host_fit.require_host(chosen, make_plan(chosen, "cpu"))  # on CPUs, the device's memory is the host's
 
 
 def test_the_refusal_names_what_most_of_the_memory_is_for() -> None:
@@ -192,7 +192,7 @@ def test_a_run_does_not_start_where_the_memory_of_its_host_is_taken(monkeypatch:
     monkeypatch.setattr(host_fit, "free_bytes", lambda: needed - 1)
     with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* which this machine has free$"):
         host_fit.require_free_memory(chosen, plan)
-    host_fit.require_free_memory(chosen, make_plan(chosen, "cpu"))  # is counted with the device's memory
+    host_fit.require_free_memory(chosen, make_plan(chosen, "cpu"))  # on CPUs it counts as device memory
     monkeypatch.setattr(train, "first_plan", lambda config: plan)
     with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* which this machine has free$"):
         train.train(chosen)

@@ -1,4 +1,4 @@
-"""Products in 8 bits as configured: what becomes the plan's, and what is refused."""
+"""Products in 8 bits as configured: what plans contain, and what is refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_plan_says_what_zero_3_gathers(precision: dict[str, Any], sections: 
 
 
 def test_weights_gathered_in_8_bits_have_half_the_bytes() -> None:
-    """Those of matrices on the links, in shards and where they are gathered, whose form in rows needs no more."""
+    """On the links, in shards and where they are gathered; there they also serve as one of a matrix's two FP8 forms."""
     narrow = plan_with({"matmul": "fp8-block", "compute": "bfloat16"}, **SHARDED)
     wide = plan_with({"matmul": "fp8-row", "compute": "bfloat16"}, **SHARDED)
     matrices = sum(map(narrow.size_in_8_bits, narrow.param_shards_of(0)))
@@ -144,8 +144,9 @@ def test_what_does_not_fit_is_refused_in_one_sentence(sections: dict[str, Any], 
 
 
 def test_delayed_scaling_is_the_plans_and_takes_less_time_on_a_gpu() -> None:
-    """Of a layer of 256, 512 in the middle: F no longer reads 256 + 256 + 256 + 2 x 512 values a token, B no longer
-    256 (dy of out) + 768 (of qkv) + 256 (of down) + 3 x 512 (what the unit's gradient is made of) + 256 (of heads)."""
+    """In a layer of hidden size 256 with ffn 512, F no longer reads 256 + 256 + 256 + 2 x 512 values a token, and B no
+    longer 256 (dy of out) + 768 (of qkv) + 256 (of down) + 3 x 512 (inputs of the gated unit's gradient) + 256 (of
+    heads)."""
     current, delayed = (plan_with({"matmul": "fp8-tensor", "fp8_scaling": each}) for each in ("current", "delayed"))
     assert current.fp8 is not None and delayed.fp8 == replace(current.fp8, delayed=True)
     on_cpu = [costs_of(plan).forward for plan in (current, delayed)]
@@ -159,13 +160,13 @@ def test_delayed_scaling_is_the_plans_and_takes_less_time_on_a_gpu() -> None:
 
 
 def test_casts_of_rows_are_kernels_of_their_own_on_a_gpu() -> None:
-    """Of a layer of 256, 512 in the middle: F moves 2 x 2 x 256 (norms) + 512 values a token more, B 2 x 3 x 256 + 8 x
-    512, and reads the gradients of qkv (768), out and down once more."""
+    """In a layer of hidden size 256 with ffn 512, F moves 2 x 2 x 256 (norms) + 512 more values a token, and B 2 x 3 x
+    256 + 8 x 512; B also reads the gradients of qkv (768), out and down once more."""
     rates = replace(rates_of("cuda", "NVIDIA H200"), layer_issue=(0.0, 0.0, 0.0))
     plan = replace(plan_with({"matmul": "fp8-row"}), device="cuda", rates=rates)
     assert plan.fp8 is not None
     found, tensor = (costs_of(replace(plan, fp8=replace(plan.fp8, scaling=each))) for each in ("row", "tensor"))
-    products = found.weight[0] - tensor.weight[0]  # each of F, B and W has as many FLOPs
+    products = found.weight[0] - tensor.weight[0]  # F, B and W have equally many FLOPs
     layers, second = 2, 128 * 4 / rates.elementwise
     assert found.forward[0] - tensor.forward[0] == pytest.approx(products + layers * (4 * 256 + 512) * second)
     more = layers * (6 * 256 + 8 * 512 + 768 + 2 * 256) * second
@@ -205,7 +206,7 @@ def test_a_gpu_without_8_bit_products_is_refused() -> None:
 @pytest.mark.parametrize("name", ["tensor", "row", "block"])
 def test_products_in_float64_are_refused_on_gpus(name: str) -> None:
     plan = plan_with({"matmul": f"fp8-{name}", "compute": "float64"})
-    require_fp8(plan, "")  # emulated
+    require_fp8(plan, "")  # CPUs emulate it
     with pytest.raises(PentadError, match=f"fp8-{name} with precision.compute = float64 on GPUs: expected .* float32"):
         require_fp8(replace(plan, device="cuda"), "NVIDIA H200")
 
@@ -233,7 +234,8 @@ def test_experts_multiply_in_8_bits_if_they_are_to() -> None:
 
 @pytest.mark.parametrize("times", [0.5, 2.0])
 def test_a_table_of_rates_decides_about_experts(tmp_path: Path, times: float) -> None:
-    """Of experts with their rows: with others it says the opposite. Each of 128 tokens visits two of four."""
+    """The rates at the experts' number of rows decide; at other numbers they say the opposite. Each of 128 tokens
+    visits two of four experts."""
     narrow = (32.0, 1e9 / times), (64.0, times * 1e9), (128.0, 1e9 / times)
     rates = replace(rates_of("cpu"), experts=(ExpertRates.uniform(1e9, 1e9, 1e9), ExpertRates(narrow, narrow, narrow)))
     found = RateTable(version=4, gpu=CPU, measured="2026-01-01", ranks=(1, 1), assumed=(), rates=rates)
@@ -296,7 +298,7 @@ def test_shared_experts_multiply_in_8_bits_if_they_are_whole_tiles(width: int, t
 
 
 def test_small_experts_stay_in_the_compute_dtype() -> None:
-    """Their layers have no feed-forward network whose size could be wrong."""
+    """Layers of experts have no feed-forward network whose size could be invalid."""
     plan = plan_with({"matmul": "fp8-block"}, model={"family": "qwen3-moe", "ffn": 96, "experts": EXPERTS})
     assert plan.fp8 is not None
     names = {each.name.partition(".")[2] for each in fp8_matrices(plan.model, plan.fp8, range(1))}
@@ -309,7 +311,7 @@ def test_small_experts_stay_in_the_compute_dtype() -> None:
 
 
 def test_the_plan_counts_what_a_comparison_of_gradients_takes() -> None:
-    """Activations of the compute dtype, and gradients in host memory."""
+    """Activations in the compute dtype, and gradients in host memory."""
     given: dict[str, Any] = {"schedule": {"name": "zb-h2", "microbatches": 4}, "batch": {"global_batch_size": 4}}
     plain, alone, compared = (
         plan_with(precision, **given)

@@ -131,7 +131,7 @@ def test_null_warmup_and_minimum_learning_rate_are_a_tenth() -> None:
 
 
 def test_flops_per_token_of_llama_8b() -> None:
-    # 8.03e9 parameters minus 0.525e9 of the input embedding, with and without causal halving of attention.
+    # 8.03e9 parameters minus 0.525e9 of the input embedding, with and without halving attention for the causal mask.
     assert flops_per_token(LLAMA_8B, 8192) == pytest.approx(51.47e9, rel=1e-3)
     assert flops_per_token(LLAMA_8B, 8192, causal=False) == pytest.approx(57.91e9, rel=1e-3)
     assert flops_per_token(LLAMA_8B, 131072) == pytest.approx(148.1e9, rel=1e-3)
@@ -193,12 +193,12 @@ def test_an_incomplete_step_gives_no_costs() -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_activations_of_fused_backwards_are_multiples_of_a_microbatch(name: str) -> None:
-    """F saves and BW frees the same bytes: middle ranks need their peak number of microbatches, plus BW's workspace."""
+    """F saves what BW frees: middle ranks need memory for their peak number of microbatches plus BW's workspace."""
     plan = plan_of(f"schedule.name={name}")
     tokens, model = plan.batch.micro_batch_size * plan.batch.sequence_length, plan.model
     # float32: two residual streams, q k v, attention out, gate and up; two scales, a log-sum-exp per head
     layer = 4 * (2 * 128 + 2 * 128 + 2 * 64 + 2 * 384) + 4 * (2 + model.heads)
-    entry = 4 * 128  # is in a receive slot
+    entry = 4 * 128  # the layer's input is in a receive slot
     peak = peak_activations(plan.program)[1]
     found = memory(plan, 1)["activations"]
     assert tokens * (2 * layer - entry) * peak <= found < tokens * (2 * layer - entry) * (peak + 1)
@@ -213,8 +213,8 @@ def test_slices_cost_equal_fractions_of_a_microbatch() -> None:
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_slices_share_keys_and_values_of_full_sequences(slices: int) -> None:
-    """When the second microbatch begins, a rank holds as many activations as without slices, plus keys and values of
-    both microbatches, and their gradients for the first microbatch except its last slice."""
+    """When the second microbatch begins, a rank holds the activations that it would hold without slices, the keys and
+    values of both microbatches, and the gradients of those of the first one, except for its last slice."""
     one_stage = ("mesh.pp=1", "model.layers=4")
     plan = plan_of("schedule.name=seq-1f1b", f"schedule.slices={slices}", *one_stage)
     full = memory(plan_of("schedule.name=1f1b", *one_stage), 0)["activations"]
@@ -273,7 +273,7 @@ def test_every_replica_gets_the_same_spans() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h2", "zb-1p", "auto", "dualpipe"])
 def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path: Path, name: str) -> None:
-    """Each program is compiled and checked once between the command line and the placed ranks."""
+    """From the command line to the placed ranks, each program is compiled and checked once."""
     calls: Counter[str] = Counter()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -312,7 +312,7 @@ def test_a_plan_is_remade_for_other_devices_or_hosts() -> None:
 def test_ranks_that_move_keep_their_program_where_the_same_axes_are_on_one_host() -> None:
     config = load(None, ["mesh.dp=2", "mesh.pp=2", "schedule.name=1f1b", "elastic.min_ranks=2"])
     plan = make_plan(config, "cuda", hosts=(0, 1, 0, 1))
-    moved = on_hosts(config, plan, (0, 1, 0, 2))  # the second replica is on two hosts now
+    moved = on_hosts(config, plan, (0, 1, 0, 2))  # the second replica now spans two hosts
     assert transports(plan) == {"pp": "peer", "parameters": "nccl"} and transports(moved)["pp"] == "nccl"
     assert moved == make_plan(config, "cuda", hosts=(0, 1, 0, 2)) and moved.program.hash != plan.program.hash
     assert on_hosts(config, moved, (0, 1, 1, 2)).program is moved.program
@@ -356,8 +356,8 @@ def test_a_smaller_mesh_may_have_nothing_to_shard() -> None:
 
 
 def test_ranks_that_share_parameters_reduce_units_of_about_400_mib() -> None:
-    """Of at least one layer, with the embedding and the head by themselves; a stage that is smaller stays whole, as
-    does one of a single holder. A smaller mesh with the same stages keeps their units, and so its ranks their state."""
+    """Units have at least one layer; the embedding and the head are units of their own. Smaller stages are not split,
+    nor are those with a single holder. A smaller mesh with the same stages keeps units, so that ranks keep state."""
     sizes = ["model.hidden=1024", "model.heads=8", "model.ffn=4096", "model.layers=32", "mesh.pp=2"]
     words = [*sizes, "schedule.name=1f1b", "schedule.microbatches=2", "elastic.min_ranks=2"]
     config = load(None, [*words, "mesh.dp=2"])
@@ -376,7 +376,7 @@ def test_ranks_that_share_parameters_reduce_units_of_about_400_mib() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_divides_the_optimizer_step(zero: int) -> None:
-    """With two shards, STEP takes half as long; else only the norm changes, and what collectives there are."""
+    """With two shards, STEP takes half as long; besides, only the norm and the collectives change."""
     words = ["mesh.dp=2", "schedule.name=1f1b", "schedule.microbatches=2"]
     full, sharded = (costs_of(make_plan(load(None, [*words, f"zero.stage={stage}"]), "cpu")) for stage in (0, zero))
     assert sharded.step == sharded.validate_step == pytest.approx(full.step / 2)

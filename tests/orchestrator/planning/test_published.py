@@ -62,7 +62,7 @@ def test_configurations_that_fitted_in_80_gb_fit(row: Published) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_eighty_billion_parameters_fit_on_no_mesh_of_two_nodes(nodes: int) -> None:
-    """Without host memory and recomputation, which were not used."""
+    """Without offloading and recomputation, which the authors did not use."""
     held = {"memory.offload_fraction": "0", "memory.recompute": "none"}
     given = config("80B", *map("=".join, held.items()))
     assert not search(given, 8 * nodes, device_memory("cuda", 79), list(held)).choices
@@ -71,4 +71,4 @@ def test_eighty_billion_parameters_fit_on_no_mesh_of_two_nodes(nodes: int) -> No
 def test_predictions_rank_configurations_as_the_measurements_do() -> None:
     found = [mfu_percent(planned(row)) for row in ROWS]
     one, other = (np.argsort(np.argsort(values)) for values in (found, [row.mfu for row in ROWS]))
-    assert np.corrcoef(one, other)[0, 1] >= 0.8  # Spearman's
+    assert np.corrcoef(one, other)[0, 1] >= 0.8  # Spearman's correlation

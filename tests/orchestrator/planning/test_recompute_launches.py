@@ -1,4 +1,4 @@
-"""The planner's kernels of a RECOMPUTE of parts of layers are those that a stage launches, and so is its host time."""
+"""For RECOMPUTE of parts of layers, the planner counts the kernels that a stage launches, and host time for them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pentad.schedules.simulate.rates import AttentionRates
 from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.parallel.async_ops import run_to_completion
 
-LAYERS = 2  # of the stage that runs
+LAYERS = 2  # of the stage under test
 VIEWS = {"view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "unsqueeze", "split"}
 VIEWS |= {"split_with_sizes", "detach", "unbind", "alias", "as_strided", "empty"}
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that have a Triton twin, each as one, and those of torch outside them."""
+    """Counts kernels: operations with a Triton twin as one each, and torch operations outside them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def launches(run: Callable[[], object]) -> int:
 
 
 def recompute_launches(corpus: str, family: str, mode: str, fraction: float = 1.0) -> int:
-    """Of a stage of LAYERS, of 32 rows each."""
+    """Kernels of a RECOMPUTE of 32 rows by a stage of LAYERS."""
     plan = plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, recompute_fraction=fraction)
     plan = replace(plan, batch=replace(plan.batch, sequence_length=32))
     stage, received = make_stage(plan, 1), torch.randn(32, plan.model.hidden, dtype=torch.float64)
@@ -77,9 +77,9 @@ CASES += [(family, mode) for family in BESIDE for mode in ("attention", "selecti
 def test_recompute_launches_the_kernels_of_its_parts(
     one_rank: None, corpus: str, family: str, mode: str, fraction: float
 ) -> None:
-    """CPUs, which have no fused attention, compute its result again whenever its inputs are. A few are not planned:
-    BESIDE a share of the rows, a mixture reads its norm again, and latent attention copies its result; a shared expert
-    has one more product."""
+    """CPUs have no fused attention and recompute its result with its inputs. A few kernels are not planned (BESIDE):
+    with a fraction of the rows, a mixture reads its norm again, and latent attention copies its result; a shared
+    expert has one more product."""
     model, parts = FAMILIES[family], recomputed_parts(mode)
     kernels = part_kernels(model, model.layers - 1, mode, saves_rows=fraction < 1)
     found = recompute_launches(corpus, family, mode, fraction)
@@ -90,7 +90,7 @@ def test_recompute_launches_the_kernels_of_its_parts(
 
 
 def test_forward_of_a_dense_layer_launches_nine_kernels(one_rank: None, corpus: str) -> None:
-    """And adds the terms of its residual stream at the end of a stage."""
+    """And one more, which adds the terms of the residual stream, at the end of a stage."""
     stage = make_stage(plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES["llama"]), 1)
     received = torch.randn(stage.plan.sequence_parallel_tokens, stage.plan.model.hidden, dtype=torch.float64)
     found = launches(lambda: run_to_completion(stage.forward(0, StageInputs(received, None, None))))
@@ -109,7 +109,7 @@ def test_forward_of_a_dense_layer_launches_nine_kernels(one_rank: None, corpus: 
     ],
 )
 def test_recompute_of_parts_takes_the_host_their_share_of_a_layer(mode: str, fraction: float, share: float) -> None:
-    """Of F of two layers, for which the host takes 20 s and the GPU nothing."""
+    """A share of F of two layers, for which the host takes 20 s and the GPU no time."""
     given = [f"memory.recompute={mode if mode in ('full', 'attention') else f'[{mode}]'}", "memory.unit_layers=2"]
     given += [f"memory.recompute_fraction={fraction}", "mesh.pp=1", "model.layers=2", "schedule.name=1f1b"]
     fast = ((1.0, 1e30),)

@@ -1,4 +1,4 @@
-"""The host memory that `plan` counts for checkpoints is what a rank copies to."""
+"""The host memory that `plan` counts for checkpoints is what a rank uses for its copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pentad.workers.replication.parts import HostCopies
 from pentad.workers.replication.replicator import Replicator
 from pentad.workers.runtime.rank_state import RankState
 
-PADDING = 8 * 3 * 64  # bytes of a shard and holder, at most: of three buffers of float64
+PADDING = 8 * 3 * 64  # at most, in bytes per shard and holder: of three float64 buffers
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which messages of tensor ranks plans hide behind products: those that the workers send beside one."""
+"""Plans hide messages of tensor ranks behind products exactly where the workers overlap them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is planned with `zero.shards`: groups of ranks that have all shards, and replicas of each shard."""
+"""Plans with `zero.shards`: groups of ranks that together hold all shards, and replicas of each shard."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_ranks_have_a_shard_of_so_many(stage: int) -> None:
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_gathers_and_scatters_stay_in_groups_and_sums_go_once_between_them(schedule: str, bf16: bool) -> None:
-    """Of N bytes on n ranks (n - 1) / n, and of a shard twice that over its replicas."""
+    """Volume: (n - 1) / n of N bytes on n ranks; and of a shard, twice that share over its replicas."""
     words = "mesh.dp=4", "mesh.pp=2", "zero.stage=3", "zero.shards=2", "zero.reduce=microbatch"
     plan = plan_with(*words, f"schedule.name={schedule}", f"precision.reduce={'bfloat16' if bf16 else 'float32'}")
     found, stream = collective_bytes(plan, 0), list(instructions_of(plan.program.streams[0]))
@@ -120,7 +120,7 @@ def test_gathers_on_a_host_take_less_time_than_between_hosts() -> None:
 
 
 def test_groups_gain_where_the_network_is_slow() -> None:
-    """The plans of docs/parallelism.md, on its network and on one of 25 Gbit/s a GPU."""
+    """The plans of docs/parallelism.md, on its network and on one with 25 Gbit/s per GPU."""
     words = ("cluster.rates=builtin", "cluster.gpu=NVIDIA H200", "mesh.tp=1", "mesh.dp=16", "zero.stage=3")
     sizes = "schedule.microbatches=2", "batch.global_batch_size=64", "cluster.device=cuda"
     seconds = dict[int, list[float]]()
@@ -160,7 +160,7 @@ def test_a_state_is_complete_while_some_rank_has_each_part() -> None:
     ("shards", "ranks", "expected"), [(2, 2, 2), (2, 1, 0), (4, 4, 4), (4, 2, 0), (2, 6, 2), (4, 6, 6)]
 )
 def test_a_smaller_mesh_has_no_fewer_shards_than_asked_for(shards: int, ranks: int, expected: int) -> None:
-    """0: as many as ranks, which are fewer than that."""
+    """It then has 0, as many as its ranks, which are fewer."""
     words = "mesh.dp=8", "mesh.pp=1", "batch.global_batch_size=96", "schedule.microbatches=12", "elastic.min_ranks=1"
     config = load(None, [*SMALL, *words, "zero.stage=1", f"zero.shards={shards}"])
     plan = shrunk_plan(config, make_plan(config, "cpu"), ranks)

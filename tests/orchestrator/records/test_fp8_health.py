@@ -1,4 +1,4 @@
-"""The row of a sampled step, and the warnings before a run goes bad."""
+"""The row of a sampled step, and the warnings before a run diverges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chain of audit.jsonl: whatever is changed, left out, moved or added is found, at its line."""
+"""The hash chain of audit.jsonl: any line that is changed, left out, moved or added is found and named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_any_changed_byte_is_found_at_its_line(number: int, data: st.DataObject)
     changed = bytearray(lines[number])
     changed[at] ^= byte
     lines[number] = bytes(changed)
-    if is_same(bytes(changed), chain(ENTRIES)[number]):  # another spelling of the same values
+    if is_same(bytes(changed), chain(ENTRIES)[number]):  # the same values spelled differently
         return
     with pytest.raises(PentadError, match=rf"^audit.jsonl line {number + 1} (is|has) "):
         list(read_chain(lines, "audit.jsonl"))

@@ -1,4 +1,4 @@
-"""The fields of a run's rows: what pentad writes is read again, anything else is refused by name."""
+"""The fields of a run's rows: what pentad writes is read back, anything else is refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pentad.schedules.ir.errors import PentadError
 
 GOOD: list[dict[str, Any]] = [
     {"step": 0, "generation": 1, "loss": 2.5, "mfu": None},
-    {"event": "lost", "step": -1},  # of a rank before its first step
+    {"event": "lost", "step": -1},  # a rank before its first step
     {"perplexity": 4.1e111},
     {"skipped_batches": [[0, 3], [7, 8]], "sources": {"web": {"loss": None, "target_tokens": 5}}},
 ]

@@ -1,4 +1,4 @@
-"""What a run records is in its files once, in order, whichever thread records it and whatever interrupts that."""
+"""What a run records is in its files once and in order, whichever thread records it and whatever interrupts it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_lines_of_several_threads_are_there_once_and_in_the_order_of_each(tmp_pa
 def test_a_line_whose_recording_is_interrupted_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: bool
 ) -> None:
-    """By Ctrl-C, before or after the thread that writes it is there."""
+    """By Ctrl-C, before or after the writing thread has started."""
     files, path, hash_ = RunFiles(tmp_path), tmp_path / "audit.jsonl", ""
     interrupted = [True]
 
@@ -77,13 +77,13 @@ def test_what_waits_is_written_in_order_by_one_thread_that_ends_at_close(
 
     monkeypatch.setattr(run_files, "append", seen)
     before = threading.active_count()
-    with files.lock:  # which keeps the writer from beginning
+    with files.lock:  # keeps the writer from beginning
         for number in range(3):
             files.append(path, {"number": number})
         files.replace(path, b"")
         files.append(path, {"number": 3})
     files.settle()
-    for number in range(4, 9):  # one after another: the thread waits for each
+    for number in range(4, 9):  # one by one: the thread waits for each
         files.append(path, {"number": number})
         files.wait()
         time.sleep(0.01)
@@ -110,7 +110,7 @@ def test_a_writer_without_lines_ends_and_another_one_follows(tmp_path: Path, mon
 def test_a_line_whose_writer_is_woken_while_ctrl_c_comes_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
-    """Before or after the writer knows."""
+    """Before or after the writer notices."""
     files, path = RunFiles(tmp_path), tmp_path / "journal.jsonl"
     files.append(path, {"number": 0})
     files.wait()
@@ -158,8 +158,8 @@ def test_a_disk_that_hangs_holds_up_no_line_and_no_close_and_gets_all_when_it_is
 
 
 class FullDisk(io.FileIO):
-    """A file on a disk that is full while `fails` says what does: a write, of which a part has got there; its removal
-    as well; or only the file's close, as a server may report, with all of the line there."""
+    """A file on a disk that is full while `fails` names what fails: a write, part of which gets through; removing that
+    part as well; or only closing the file, with the whole line written, as a file server may report."""
 
     fails = ""
 
@@ -206,7 +206,7 @@ def test_lines_that_a_full_disk_has_taken_in_part_are_there_once_in_the_end(
 
 
 def test_lines_of_another_driver_are_not_cut_off(tmp_path: Path) -> None:
-    """One that took over while this one stood still between two attempts."""
+    """Of one that took over while this one was stopped between two attempts."""
     path = tmp_path / "journal.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n')
     append(path, '{"step": 7}\n', 12)
@@ -251,7 +251,7 @@ def test_nobody_waits_for_a_slow_disk_again_before_it_has_caught_up(
 
 
 def test_a_folder_that_is_another_one_meanwhile_takes_no_line(tmp_path: Path) -> None:
-    """As a mount point whose file system is away, below which a rank has made folders again."""
+    """For example, a mount point without its file system, below which a rank has created folders again."""
     folder, away = tmp_path / "run", tmp_path / "away"
     folder.mkdir()
     files, path = RunFiles(folder), folder / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""`pentad verify`: histories of any faults are proven, and every sample that counted twice or never is found."""
+"""`pentad verify` proves histories with any faults, and finds every sample that counted twice or never."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_step_that_is_repeated_or_left_out_is_named(entries: Entries, sentence
 
 
 class Run:
-    """A run in a folder, whose ranks count what the test says."""
+    """A run in a folder, whose ranks count the samples that the test says."""
 
     def __init__(self, folder: RunFolder, dataset: Dataset) -> None:
         self.folder, self.dataset, self.path = folder, dataset, folder.path
@@ -129,7 +129,7 @@ def test_a_number_that_json_lacks_breaks_the_chain_in_one_sentence(number: bytes
 
 
 def twice(dataset: Dataset, number: int) -> int:
-    """A rank counted row 0 where row 1 was to be counted."""
+    """The digest of a batch in which a rank counted row 0 in place of row 1."""
     sources, indices = dataset.rows(number)
     samples = {row: dataset.sample(int(sources[row]), int(indices[row])) for row in (0, 2, 3)}
     return digest_of(number, {**samples, 1: samples[0]})

@@ -1,4 +1,4 @@
-"""A new driver and the ranks that a former one has left: who is adopted, from which state, and who is refused."""
+"""A new driver and the ranks that a former one left: which are adopted, from which state, and which are refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_ranks_of_another_plan_are_not_adopted() -> None:
         ([("start", 1.0, "ns/1")], [2.0], True),
         ([("start", 1.0, "ns/1")], [], True),
         ([("start", 1.0, "ns/0"), ("start", 2.0, "ns/1")], [2.0], True),
-        ([("start", 1.0, "ns/1"), ("start", 2.0, "ns/0")], [2.0], False),  # of ranks that are gone since
+        ([("start", 1.0, "ns/1"), ("start", 2.0, "ns/0")], [2.0], False),  # those ranks are gone
         ([("start", 1.0, None)], [2.0], False),
         ([], [], False),  # the run's folder was removed
         ([("start", 1.0, "ns/1"), ("rollback", 3.0, "")], [2.0, 4.0], True),
@@ -90,7 +90,7 @@ def test_a_step_without_results_cannot_be_recorded() -> None:
 
 
 def adopted(run: FakeRun, *lost: int) -> tuple[Recovery, dict[int, str]]:
-    """A new driver's recovery of the run's ranks, the `lost` of which do not answer."""
+    """A new driver's recovery of the run's ranks, and what is wrong with those lost; `lost` ones do not answer."""
     old = run.group
     for rank in lost:
         old.actors[rank].rank.is_alive = False
@@ -124,7 +124,7 @@ def test_the_last_evaluations_of_the_ranks_survive_their_driver(start: StartRun)
 
 
 def test_an_evaluation_of_a_state_that_is_lost_is_not_recorded() -> None:
-    """The run goes back behind it, and evaluates again."""
+    """The run goes back to before it, and evaluates again."""
     evaluations = {step: Evaluation(step, (EvalResult("holdout", 8.0, 8, 1),)) for step in (6, 8)}
     recorded = list[dict[int, Evaluation]]()
     steps: Any = SimpleNamespace(done=9, add=lambda results, evaluations: recorded.append(evaluations))
@@ -151,7 +151,7 @@ def test_steps_that_no_rank_has_results_of_run_again(start: StartRun) -> None:
     for rank in run.before:
         rank.results = rank.results[-2:]
     recovery, lost = adopted(run)
-    state = recovery.adopt(lost, 4)  # steps 4 has no results any more
+    state = recovery.adopt(lost, 4)  # no rank has the results of step 4 any more
     assert state.version == 3 and run.versions() == [3] * 4
 
 
@@ -170,7 +170,7 @@ def test_a_rank_that_dies_during_the_adoption_is_replaced(start: StartRun) -> No
 
 
 def test_no_rank_takes_a_step_whose_norm_nobody_knows_any_more(start: StartRun) -> None:
-    """A former driver has died while it started a generation: rank 1 has taken the step and is in it, rank 3 not."""
+    """A former driver died while it started a generation: ranks 0 to 2 have taken the step, rank 3 has not."""
     run = start(*SQUARE)
     for rank in run.before:
         rank.version, rank.losses = (8, ()) if rank.number in (0, 1, 2) else (7, (1.0,))

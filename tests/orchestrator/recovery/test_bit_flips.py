@@ -1,4 +1,4 @@
-"""Verdicts on digests that differ, and recoveries from ranks that are wrong."""
+"""Verdicts on digests that differ, and recoveries from ranks with wrong state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def checks(
     first: list[int | None] | None = None,
     second: list[int | None] | None = None,
 ) -> list[RankCheck]:
-    """Of ranks that hold `state[name][rank]` and compute `first[rank]`, then `second[rank]`, of what all of them
-    compute; None: the rank does not have it."""
+    """Checks of ranks with digests `state[name][rank]` that compute the same thing twice, with digests `first[rank]`
+    and `second[rank]`. None: the rank does not have it."""
     columns = [*(state or {}).values(), first or [], second or []]
     of_state, size = state or {}, max(map(len, columns))
     first = first or [GOOD] * size
@@ -113,7 +113,7 @@ SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")
 
 
 def wrong(run: FakeRun, *ranks: int) -> WorkerError:
-    """The fault of ranks that live, and are wrong."""
+    """The fault of living ranks with wrong state."""
     return WorkerError(f"rank {ranks[0]} is wrong", ranks[0], "", ranks, "corrupt", "check")
 
 
@@ -122,7 +122,7 @@ def wrong(run: FakeRun, *ranks: int) -> WorkerError:
 def test_ranks_that_are_wrong_are_replaced_and_all_go_back_to_the_checkpoint(
     start: Callable[..., FakeRun], ranks: tuple[int, ...], copies: int
 ) -> None:
-    """Replicas and copies in memory may have used what was wrong; a checkpoint was compared before it was written."""
+    """Replicas and copies in memory may derive from wrong state; a checkpoint was compared before it was written."""
     run = start(*SQUARE, f"elastic.replicate_every={copies}")
     run.save(4)
     if copies:
@@ -147,7 +147,7 @@ def test_where_nobody_is_known_to_be_wrong_all_go_back_and_nobody_is_replaced(st
     state = run.recovery.recover(fault, 7)
     assert state.version == 4 and run.versions() == [4] * 4
     assert run.fake.members() == run.before and not run.events("lost")
-    run.recovery.recover(wrong(run, 0), 8)  # now it is known which, and replaced
+    run.recovery.recover(wrong(run, 0), 8)  # now the wrong rank is known, and replaced
     assert [row["rank"] for row in run.events("lost")] == [0]
     with pytest.raises(WorkerError, match="ranks 0 and 1 differ; in the same place"):
         run.recovery.recover(fault, 9)

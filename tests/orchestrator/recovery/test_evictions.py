@@ -1,4 +1,4 @@
-"""Ranks that are slow for long move elsewhere, or stay and say so once; in this process (`fake_ray`)."""
+"""Ranks that stay slow move elsewhere, or stay, which is reported once; in this process (`fake_ray`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def slow(*ranks: int, step: int = 7) -> SlowRank:
 
 
 def asked(run: FakeRun, *found: SlowRank, seconds: float = CHECK_SECONDS) -> Any:
-    """What the steps hear after this many seconds with these slow ranks."""
+    """What the step loop is told after this many seconds with these slow ranks."""
     run.bus.lasting_slow_ranks = found
     run.fake.now += seconds
     return run.recovery.should_regroup({})
@@ -41,7 +41,7 @@ def test_a_slow_rank_moves_to_a_spare_node_and_no_step_is_lost(
 ) -> None:
     run = start(*mesh, *EVICT, "elastic.max_failures=0")
     run.fake.spare = ["node2"]
-    if saved:  # as the steps do at this boundary
+    if saved:  # as the step loop does at this boundary
         run.save(7)
     assert asked(run, slow(3)) == (3,)
     state = run.recovery.regroup(7)
@@ -62,13 +62,13 @@ def test_only_evict_moves_ranks(start: StartRun) -> None:
 
 def test_with_nowhere_to_go_the_run_goes_on_and_says_so_once(start: StartRun) -> None:
     run = start(*SQUARE, *EVICT)
-    run.fake.spare = [run.before[3].node]  # the node that it should leave
+    run.fake.spare = [run.before[3].node]  # the node that the rank should leave
     for _ in range(5):
         assert asked(run, slow(3)) is None
     (event,) = run.events("not evicted")
     assert event["cause"] == "no other node had room within elastic.wait_seconds = 3" and event["ranks"] == [3]
     assert len(run.group.placement.others) == 1 and run.group.placement.others[0].nodes.startswith("!in(")
-    run.group.placement.others[0].node = "node2"  # that joins later
+    run.group.placement.others[0].node = "node2"  # joins later
     assert asked(run, slow(3)) == (3,)
 
 

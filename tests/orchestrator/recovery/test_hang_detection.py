@@ -1,4 +1,4 @@
-"""Ranks count as hung neither too early nor during a pause, and the right ones are named."""
+"""Ranks are not taken to hang too early or during a pause, and the right ones are named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COSTS = Costs.uniform(2, 0.01, 0.01, 0.01)
 
 
 class Clock:
-    """Two ranks and a clock controlled by the test. `look` checks every half second, as the driver does."""
+    """Two ranks, and a clock that the test controls. `look` checks every half second, as the driver does."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 100.0

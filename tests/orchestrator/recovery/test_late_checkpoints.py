@@ -1,4 +1,4 @@
-"""A rank that nobody can reach commits a checkpoint after the run has gone back to before it."""
+"""A rank that cannot be reached commits a checkpoint after the run has gone back to before its step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")
 
 @pytest.mark.parametrize("resumes", [False, True])
 def test_it_does_not_count(start: Callable[..., FakeRun], resumes: bool) -> None:
-    """The rows of its steps are no longer there: to continue from it would leave them out."""
+    """The rows of its steps have been removed: a run that continued from it would lack them."""
     run = start(*LINE)
     save_small(run.folder.checkpoint(4), 4, {"generation": 1})
     assert run.recovery.recover(run.lose(0), 7).version == 4

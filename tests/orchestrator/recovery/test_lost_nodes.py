@@ -1,4 +1,4 @@
-"""Which ranks a driver takes for lost, on ranks that live in this process (`fake_ray`)."""
+"""Which ranks a driver considers lost; on ranks in this process (`fake_ray`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_rank_that_is_starved_for_two_seconds_is_not_lost(start: StartRun) -> 
 
 def test_the_ranks_of_a_node_that_is_gone_are_lost_at_once_and_others_that_are_slow_are_not(start: StartRun) -> None:
     run = start(*SQUARE)
-    run.fake.members()[0].hangs = True  # of node 0, where Ray still runs
+    run.fake.members()[0].hangs = True  # on node 0, where Ray still runs
     run.fake.lose_node("node1")
     began = run.fake.now
     fault = fault_of(run, 2, RESET)

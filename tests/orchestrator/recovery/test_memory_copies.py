@@ -1,4 +1,4 @@
-"""Copies in the memory of ranks, as the driver has them made, counts them and recovers from them (`fake_ray`)."""
+"""Copies in the memory of ranks: how the driver has them made, counts them and recovers from them (`fake_ray`)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_copy_counts_if_one_process_knows_it_and_all_parts_are_there() -> None
 
 
 def copied(start: StartRun, step: int, *overrides: str) -> FakeRun:
-    """A run with a copy of this many of its seven steps."""
+    """A run that has done seven steps and has a copy of its state after `step` of them."""
     run = start(*LINE, *overrides)
     run.copies.begin_generation()
     run.copies.submit(step)
@@ -98,7 +98,7 @@ def test_ranks_that_do_not_hold_each_others_parts_are_replaced_without_a_disk(st
 def test_a_store_that_is_away_does_not_take_the_run_back_beyond_its_newest_checkpoint(
     start: StartRun, monkeypatch: pytest.MonkeyPatch, saved: int, counts: bool
 ) -> None:
-    """A later recovery would find it, and leave out the steps in between."""
+    """Else a later recovery might find that checkpoint and skip the steps in between."""
     run = copied(start, 5, "cluster.start_timeout_seconds=0.1")
     run.save(saved)
     run.bus.record("checkpoint", generation=1, step=saved)
@@ -185,7 +185,7 @@ def test_a_fault_while_a_copy_is_restored_is_recovered_from_the_same_copy(start:
 def test_a_copy_that_cannot_be_read_is_read_once_more_and_then_a_checkpoint(
     start: StartRun, failures: int, how: str
 ) -> None:
-    """The connection to a process breaks that is alive otherwise."""
+    """The connection to a process breaks, but the process is alive."""
     run, calls = copied(start, 5), list[int]()
     run.save(4)
 
@@ -214,7 +214,7 @@ def test_a_mesh_shrinks_from_a_copy_and_spare_ranks_end_afterwards(start: StartR
 def test_a_rank_lost_while_parts_are_sent_leaves_the_copy_before(start: StartRun) -> None:
     run = copied(start, 3)
     fault = run.lose(3)
-    run.copies.submit(6)  # rank 1, whose part it holds, finds it gone
+    run.copies.submit(6)  # rank 1, whose part was on rank 3, finds it gone
     run.recovery.recover(fault, 7)
     assert [(row["how"], row["step"]) for row in run.events("recovered")] == [("copies", 3)]
 
@@ -272,7 +272,7 @@ def test_a_node_that_drains_is_left_with_a_copy_instead_of_a_checkpoint(start: S
 def test_ranks_that_receive_sigterm_hand_their_state_over_and_no_step_is_lost(
     start: StartRun, ranks: tuple[int, ...], how: str, checkpoints: list[int]
 ) -> None:
-    """By a copy in memory, or by a checkpoint if they hold each other's parts."""
+    """Through a copy in memory, or through a checkpoint if they hold each other's parts."""
     run = start(*LINE, "run.steps=30")
     run.group.restore(Start())
 
@@ -311,7 +311,7 @@ def test_a_node_whose_end_a_file_announces_is_drained_and_left_five_seconds_befo
 
 
 def test_no_copy_is_made_before_all_ranks_know_that_the_one_before_counts(start: StartRun) -> None:
-    """A rank that does not would drop what counts, to make room."""
+    """A rank that does not know would drop the copy that counts to make room."""
     run = start(*LINE, "run.steps=60")
     run.group.restore(Start())
     committed: dict[int, set[int]] = {}

@@ -1,4 +1,4 @@
-"""Layers leave the stage of a slow rank, once and only where that helps; in this process (`fake_ray`)."""
+"""Layers move off a slow rank's stage, once and only if that helps; in this process (`fake_ray`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def slow(*ranks: int) -> SlowRank:
 
 
 def times(plan: Plan, step: int, factors: dict[int, float]) -> tuple[RankTime, ...]:
-    """Every layer takes 1 ms in F and 2 ms in BW, on these ranks that many times as long."""
+    """Rank times: every layer takes 1 ms in F and 2 ms in BW; on the ranks in `factors`, that many times as long."""
     work = stage_work(plan, layers_per_stage(plan))
     return tuple(
         RankTime(step, rank, op, stage, seconds * work[stage] * factors.get(rank, 1.0))
@@ -45,7 +45,7 @@ def times(plan: Plan, step: int, factors: dict[int, float]) -> tuple[RankTime, .
 
 
 def asked(run: FakeRun, *ranks: int, factor: float = 1.3) -> Any:
-    """What the steps hear once these ranks are slow for long."""
+    """What the step loop is told once these ranks have been slow for long."""
     plan = run.group.plan
     run.bus.folder.rank_times.extend(times(plan, step, dict.fromkeys(ranks, factor)) for step in range(8))
     run.bus.lasting_slow_ranks = tuple(map(slow, ranks))
@@ -60,7 +60,7 @@ def test_layers_leave_a_slow_rank_at_a_step_boundary(
     run = start(*mesh)
     before = run.group.plan
     assert asked(run, 1) == ()
-    run.save(7)  # as the steps do at this boundary
+    run.save(7)  # as the step loop does at this boundary
     assert run.recovery.regroup(7).version == 7 and run.versions() == [7] * 4
     assert run.fake.members() == run.before
     assert layers_per_stage(run.group.plan) == layers and run.folder.plan is run.group.plan

@@ -1,4 +1,4 @@
-"""Recovery on ranks that live in this process (`fake_ray`): replace, shrink, grow, restore, and give up."""
+"""Recovery on ranks in this process (`fake_ray`): replace, shrink, grow, restore, and give up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_lost_ranks_are_replaced_without_losing_a_step_while_replicas_survive(
     start: StartRun, ranks: tuple[int, ...], device: str
 ) -> None:
     run = start(*SQUARE, device=device)
-    has_state = {rank // 2 for rank in range(4) if rank not in ranks} == {0, 1}  # of both stages
+    has_state = {rank // 2 for rank in range(4) if rank not in ranks} == {0, 1}  # both stages have one
     state = run.recovery.recover(run.lose(*ranks), 7)
     how = run.events("recovered")[0]["how"]
     assert (how, state.version) == (("repair", 7) if has_state else ("checkpoint", 0))
@@ -110,7 +110,7 @@ def test_nor_does_one_whose_checkpoints_are_gone(start: StartRun) -> None:
 
 
 def test_nor_does_one_whose_damaged_checkpoints_were_renamed_before(start: StartRun) -> None:
-    """While copies in memory were there to go back to, for example."""
+    """For example, while there were still copies in memory to go back to."""
     run = start(*LINE)
     run.save(3)
     run.bus.record("checkpoint", generation=1, step=3)
@@ -125,7 +125,7 @@ def test_nor_does_one_whose_damaged_checkpoints_were_renamed_before(start: Start
 def test_a_rank_that_commits_a_checkpoint_is_fenced_once_it_has(
     start: StartRun, monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
-    """However slow the storage is: it would be given up for lost otherwise."""
+    """However slow the storage is: else it would be taken for lost."""
     run, wait, waited, commit = start(*SQUARE), fence.ray.wait, list[tuple[int, float]](), object()
     run.group.storing = {0: commit}
 
@@ -244,7 +244,7 @@ def test_a_draining_node_is_left_shortly_before_it_goes_and_is_no_failure(start:
     gone = run.fake.now + 13
 
     def on_sleep() -> None:
-        if run.fake.now > gone:  # and another node takes its place: longer than elastic.wait_seconds
+        if run.fake.now > gone:  # later than elastic.wait_seconds, another node takes its place
             run.fake.draining = {}
 
     run.fake.on_sleep = on_sleep
@@ -284,8 +284,8 @@ def test_an_abort_ends_the_run_during_a_step(start: StartRun) -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("mesh", [SQUARE, LINE, (*LINE, "elastic.replicate_every=3")])
 def test_every_step_is_recorded_once_whatever_dies(start: StartRun, mesh: tuple[str, ...], seed: int) -> None:
-    """One or two ranks die, then a node, which returns, and then one of the ranks that are left; one dies in an
-    evaluation; with checkpoints or without."""
+    """One or two ranks die, then a node, which returns, and then one of the remaining ranks; one dies in an evaluation;
+    with and without checkpoints."""
     run = start(*mesh, *SHRINKS, f"checkpoint.every={5 * (seed % 3)}", "data.holdout=0.1", "eval.every=4")
     rng = random.Random(seed)
     steps = sorted(rng.sample(range(8, 30), 4))

@@ -1,4 +1,4 @@
-"""A rank that fails because it cannot read its data, ends the run with a checkpoint of the steps before."""
+"""A rank that cannot read its data ends the run, with a checkpoint of the steps before."""
 
 from __future__ import annotations
 

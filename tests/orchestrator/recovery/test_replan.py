@@ -1,4 +1,4 @@
-"""The order of auto changes once, at a step boundary and only where measured costs say so; in this process
+"""The order of schedule auto changes once, at a step boundary and only if measured costs warrant it; in this process
 (`fake_ray`)."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from pentad.schedules.spec.schedule_spec import ScheduleOptions
 from pentad.workers.checkpoint.checkpoint import Start
 
 StartRun = Callable[..., FakeRun]
-LITTLE = 3000  # effort of the searches
+LITTLE = 3000  # search effort
 CHOICES = dict[Any, Choice]()
 LINE = (
     *("model.vocab=300", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.ffn=256", "model.layers=4"),
@@ -58,7 +58,7 @@ LINE = (
 
 
 def longer(stage: int, factor: float) -> Costs:
-    """One stage takes that many times as long as the others."""
+    """Costs with which one stage takes `factor` times as long as the others."""
     seconds = tuple(factor if each == stage else 1.0 for each in range(4))
     return Costs(seconds, seconds, seconds)
 
@@ -71,7 +71,7 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
 
 
 def choose_once(ranks: int, microbatches: int, costs_of: CostsOf, options: ScheduleOptions, *_: Any) -> Choice:
-    """The model of all tests is the same, and so are its estimated costs."""
+    """`choose`, cached: all tests have the same model and thus the same estimated costs."""
     key = ranks, microbatches, options
     if key not in CHOICES:
         CHOICES[key] = choose(ranks, microbatches, costs_of, options, effort=LITTLE)
@@ -85,7 +85,7 @@ def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def times(program: Program, step: int, costs: Costs) -> tuple[RankTime, ...]:
-    """What ranks report of a step with these costs, with nothing but compute."""
+    """Rank times reported for a step with these costs, of compute alone."""
     found = dict[tuple[int, str, int], float]()
     for rank, stream in enumerate(program.streams):
         for part in (part for action in stream for part in action.parts if part.op in COMPUTE):
@@ -99,7 +99,7 @@ def steps_of(plan: Plan, costs: Costs) -> list[tuple[RankTime, ...]]:
 
 
 def asked(run: FakeRun, costs: Costs = SLOW) -> Any:
-    """What the steps hear after enough of them with these costs."""
+    """What the step loop is told after enough steps with these costs."""
     run.bus.folder.rank_times.extend(steps_of(run.group.plan, costs))
     for _ in range(2):
         run.fake.now += CHECK_SECONDS

@@ -1,4 +1,4 @@
-"""Meshes that shrink and grow back, on ranks in this process (`fake_ray`): their state moves through memory."""
+"""Meshes that shrink and grow back, on ranks in this process (`fake_ray`); their state moves through memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_without_room_the_mesh_shrinks_and_the_state_moves_through_memory(start:
     assert not run.fake.written and not run.events("checkpoint")
     assert run.fake.members() == run.before[:2] and run.versions() == [7, 7]
     assert not any(rank.held for rank in run.fake.members()), "which takes memory"
-    assert not run.before[2].is_alive  # which was the only one with its stage, and is no rank any more
+    assert not run.before[2].is_alive  # the only holder of its stage, no longer a rank
 
 
 @pytest.mark.parametrize("saved", [0, 7])
@@ -50,7 +50,7 @@ def test_a_state_for_which_there_is_no_memory_goes_through_a_checkpoint(start: S
 
 
 def test_such_a_checkpoint_counts_only_once_the_disk_keeps_the_records_of_its_steps(start: StartRun) -> None:
-    """Of the step, too, that the ranks have taken and the driver had not heard of: a run that resumes there has all."""
+    """Even of the step that the ranks had taken and the driver did not know of: a run that resumes there lacks none."""
     run, seen = start(*SQUARE, *SHRINKS, *NO_SAVES, "run.steps=20"), list[tuple[int, list[int], int]]()
     run.fake.full_memory, run.fake.faults, run.fake.commits = True, {12: "node1"}, {12}
 
@@ -109,7 +109,7 @@ def test_a_mesh_without_the_newest_state_shrinks_from_the_newest_checkpoint(star
 def test_a_fault_while_the_mesh_shrinks_is_repaired_from_what_the_others_have_handed_over(
     start: StartRun, saved: int
 ) -> None:
-    """Even by a process that is no rank of the smaller mesh."""
+    """Even what was handed over by a process that is no rank of the smaller mesh."""
     run = start(*SQUARE, *SHRINKS, nodes=("node0", "node0", "node1", "node2"))
     if saved:
         run.save(saved)
@@ -135,7 +135,7 @@ def test_a_rank_that_is_lost_while_the_mesh_shrinks_with_what_only_it_held_costs
 
 
 def shrunk(start: StartRun) -> FakeRun:
-    """A run that has lost node1 and shrunk; the node is there again."""
+    """A run that has lost node1 and shrunk; the node is back."""
     run = start(*SQUARE, *SHRINKS)
     fault = run.lose(1, 3)
     run.fake.lose_node("node1")
@@ -195,7 +195,7 @@ def test_a_fault_while_the_mesh_grows_is_repaired_on_the_full_mesh(start: StartR
 
 
 def trained(run: FakeRun) -> FakeRun:
-    """To its end. In step 12 a node is lost, and in step 18 one of the two ranks that are left: the only holder."""
+    """Runs to the end. In step 12 a node is lost, and in step 18 one of the two remaining ranks: the only holder."""
     run.fake.faults = {12: "node1", 18: (1,)}
     run.group.restore(Start())
     assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == run.config.run.steps
@@ -221,7 +221,7 @@ def test_steps_do_not_wait_until_memory_for_that_checkpoint_is_pinned(start: Sta
     ("overrides", "back"),
     [
         (("checkpoint.every_seconds=0",), 0),  # no checkpoints until the end
-        (("checkpoint.every=4",), 12),  # the mesh begins with the state of one
+        (("checkpoint.every=4",), 12),  # the smaller mesh begins with a checkpoint
     ],
 )
 def test_a_mesh_that_has_shrunk_leaves_no_checkpoint_where_none_is_wanted_or_needed(

@@ -1,4 +1,4 @@
-"""Processes that wait to take the place of a lost rank, on ranks that live in this process (`fake_ray`)."""
+"""Spare processes that wait to replace a lost rank; on ranks in this process (`fake_ray`)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_by_default_spares_wait_for_the_loss_of_a_node_where_no_rank_is(
 
 
 def waiting(run: FakeRun) -> list[Rank]:
-    """The processes that wait, by now ready."""
+    """The spares, which are ready by now."""
     for _ in range(2):
         run.fake.now += CHECK_SECONDS + 0.1
         run.recovery.should_regroup({})
@@ -76,7 +76,7 @@ def test_the_ranks_of_a_lost_node_are_spares_of_another_one(start: StartRun) -> 
     run.fake.rooms = {"node2": 4}
     spares = waiting(run)
     assert [rank.node for rank in spares] == ["node2", "node2"]
-    run.fake.rooms = None  # the cluster's head is away: they stay
+    run.fake.rooms = None  # the cluster's head is away: spares stay
     assert waiting(run) == spares and all(rank.is_alive for rank in spares)
     fault = run.lose(1, 3)
     run.fake.lose_node("node1")
@@ -110,7 +110,7 @@ def test_a_lost_rank_is_a_spare_of_its_node_and_another_one_waits(start: StartRu
 
 
 def calls_of(run: FakeRun, *methods: str) -> list[tuple[Rank, str]]:
-    """What ranks are asked from now on."""
+    """A growing list of (rank, method) of these calls to ranks from now on."""
     found = list[tuple[Rank, str]]()
     run.fake.on_call = lambda rank, method: found.append((rank, method)) if method in methods else None
     return found
@@ -142,7 +142,7 @@ def test_a_spare_that_loads_starts_again_if_another_rank_is_lost_meanwhile(start
 
 
 def test_a_spare_that_has_loaded_and_is_no_rank_ends(start: StartRun) -> None:
-    """It may have taken a GPU: the mesh shrinks, as another node has gone meanwhile."""
+    """It might hold a GPU. The mesh shrinks, as another node has gone meanwhile."""
     run = start(*SQUARE, "elastic.spares=1", "elastic.min_ranks=1", "elastic.wait_seconds=1")
     (spare,) = waiting(run)
     fault = run.lose(0, 1, 3)
@@ -180,7 +180,7 @@ def test_a_spare_that_is_gone_costs_nothing_but_itself(start: StartRun, fails: s
     if fails == "dies":
         waiting(run)
         assert run.events("spare lost")[0]["was_ready"]
-    elif fails == "hangs":  # it has not answered what it was asked last
+    elif fails == "hangs":  # its last call is unanswered
         run.recovery.ranks.spares.waiting[0].answer.is_ready = False
     run.recovery.recover(run.lose(0), 7)
     assert new_ranks(run)[0] is not spare and run.versions() == [7] * 4

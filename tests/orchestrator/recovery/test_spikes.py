@@ -1,4 +1,4 @@
-"""What a run does about spikes, on ranks that live in this process (`fake_ray`)."""
+"""What a run does about loss spikes; on ranks in this process (`fake_ray`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pentad.workers.checkpoint.retention import delete_checkpoint
 STEPS = 40
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state
 LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # no rank's state is anywhere else
-COPIED = (*LINE, "elastic.replicate_every=3")  # but in memory
+COPIED = (*LINE, "elastic.replicate_every=3")  # except in memory
 DEFAULT = (SQUARE, 4), (LINE, 1), (COPIED, 1)
 StartRun = Callable[..., FakeRun]
 
@@ -38,7 +38,7 @@ def drive(run: FakeRun) -> int:
 
 
 def expected(spikes: Collection[int], every: int) -> tuple[list[int], list[list[int]]]:
-    """The batch of each step of a run that rolls back, and what it has left out, by playing it step by step."""
+    """The batch of each step of a run that rolls back, and what it skips, from a step-by-step simulation."""
     batches, skipped, batch = list[int](), list[list[int]](), 0
     while len(batches) < STEPS:
         if batch in spikes:
@@ -63,7 +63,7 @@ def expected(spikes: Collection[int], every: int) -> tuple[list[int], list[list[
 def test_a_rollback_depends_on_the_spikes_alone_whatever_dies(
     start: StartRun, mesh: tuple[str, ...], seed: int
 ) -> None:
-    """Spikes on random batches, of which some follow each other, while ranks die."""
+    """Spikes on random batches, two of them consecutive, while ranks die."""
     rng = random.Random(seed)
     run = start(*mesh, "checkpoint.every=5", "spikes.policy=rollback")
     found = set(rng.sample(range(2, 50), 5))
@@ -83,7 +83,7 @@ def test_a_rollback_depends_on_the_spikes_alone_whatever_dies(
 
 
 def test_a_checkpoint_of_batches_that_have_been_left_out_since_does_not_count(start: StartRun) -> None:
-    """A rank that could not be reached commits it after the run has gone back."""
+    """A rank that could not be reached commits it after the run has rolled back."""
     run = start(*LINE, "checkpoint.every=10", "spikes.policy=rollback")
     run.fake.spikes, run.fake.faults = {17}, {25: (1,)}
     late = run.folder.checkpoint(24)
@@ -109,7 +109,7 @@ def test_checkpoints_of_steps_that_no_longer_count_are_deleted(start: StartRun) 
             seen.append(run.folder.saved())
 
     run.fake.on_call = on_call
-    run.save(13)  # by time, of the steps that will be abandoned
+    run.save(13)  # saved by time, of steps that will be abandoned
     drive(run)
     assert seen[-1] == [0, 10]
     assert run.folder.saved() == [0, 10, 20, 30, 40]  # the fake deletes none
@@ -118,7 +118,7 @@ def test_checkpoints_of_steps_that_no_longer_count_are_deleted(start: StartRun) 
 def test_a_checkpoint_after_a_spike_is_not_committed_and_a_driver_that_dies_meets_the_spike_again(
     start: StartRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the run resumes from is of a step before the spike, or already of the steps that replace it."""
+    """A run always resumes from a step before the spike, or from one of the steps that replace it."""
     run = start(*SQUARE, "checkpoint.every=10", "spikes.policy=rollback", "eval.every=0")
     run.fake.spikes = {19}
     run.save(13)
@@ -171,7 +171,7 @@ def test_a_rollback_waits_for_storage_that_hangs_as_long_as_a_recovery_does(
 def test_the_checkpoint_to_go_back_to_outlives_newer_ones(start: StartRun) -> None:
     run = start(*SQUARE, "checkpoint.every=10", "spikes.policy=rollback")
     found = [kept_steps(run.config, saved, []) for saved in ([0], [0, 10, 13], [0, 10, 13, 23])]
-    assert found == [(0,), (10,), (13,)]  # that of step 20 could not be written
+    assert found == [(0,), (10,), (13,)]  # the one of step 20 could not be written
 
 
 def test_too_many_rollbacks_to_the_same_checkpoint_end_the_run(start: StartRun) -> None:

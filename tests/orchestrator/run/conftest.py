@@ -1,4 +1,4 @@
-"""Runs on the cluster that test files share, or on nodes of their own that they may lose."""
+"""Runs on the cluster that test files share, or on clusters of their own whose nodes they may lose."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext

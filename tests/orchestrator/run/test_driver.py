@@ -39,7 +39,7 @@ from pentad.workers.checkpoint.checkpoint import newest
 
 Train = Callable[..., tuple[dict[str, Any], str]]
 FAKE = "fake_runner:FakeRunner"
-ONE = ["mesh.pp=1", "schedule.name=1f1b"]  # rank, where another would show nothing more
+ONE = ["mesh.pp=1", "schedule.name=1f1b"]  # one rank, where a second would show nothing more
 TWO = ["mesh.pp=2", "schedule.name=zb-h2"]
 SMALL = [
     *ONE,
@@ -107,7 +107,7 @@ def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_steps_run_while_a_checkpoint_is_written(train: Train, tmp_path: Path) -> None:
-    """Which takes a second: the second one by steps waits for the first, and the end for both."""
+    """Writing takes a second: the next checkpoint by steps waits for the first one, and the end for both."""
     behaviour = "fake:seconds=0.02,saving=1"
     train("run.steps=30", "checkpoint.every=10", "checkpoint.keep=9", "eval.every=0", behaviour=behaviour)
     journal = read_lines(tmp_path / "quickstart" / "journal.jsonl")
@@ -118,7 +118,7 @@ def test_steps_run_while_a_checkpoint_is_written(train: Train, tmp_path: Path) -
 
 
 def assert_evaluation_is_drawn(folder: Path) -> None:
-    """Measured beside the simulation of its own program at its own costs."""
+    """The measured evaluation is drawn beside a simulation of its own program at its own costs."""
     found = compare(folder, evaluation=True)
     assert found.step == 5 and found.run.program.forward_only and "evaluation after 5 steps" in repr(found)
     names = {(span.rank, span.name) for span in found.measured.spans}
@@ -197,7 +197,7 @@ def test_a_callback_that_raises_ends_the_run_with_a_checkpoint_and_it_resumes(tr
     seen: list[dict[str, Any]] = []
 
     def on_step(row: dict[str, Any]) -> None:
-        assert row in metrics(tmp_path)  # written before
+        assert row in metrics(tmp_path)  # written before the call
         seen.append(row)
         if row["step"] == 5:
             raise KeyError("mine")
@@ -332,7 +332,7 @@ def test_a_run_whose_terminal_closes_ends_with_a_checkpoint(started: Callable[..
     run = started("closed", 'data.path="fake:seconds=0.05"', terminal=terminal)
     os.close(terminal)
 
-    def read() -> None:  # or its buffer would be full
+    def read() -> None:  # else its buffer would fill up
         while not closing.is_set():
             if select([primary], [], [], 0.1)[0]:
                 os.read(primary, 65536)

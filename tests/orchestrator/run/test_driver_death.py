@@ -1,5 +1,5 @@
-"""The driver is killed at any point: the next one adopts the ranks, and the run ends with the bits of one without a
-fault. Real ranks on a Ray cluster of several nodes on this machine, whose head is no child of the driver.
+"""The driver is killed at any point: the next one adopts the ranks, and the run ends with the bits of a run without
+faults. Real ranks on a Ray cluster of several nodes on this machine, whose head is no child of the driver.
 
 The default suite has one such death in `test_elastic.py`, and the rules in `recovery/test_adoption.py` and
 `cluster/test_lease.py`.
@@ -95,7 +95,7 @@ def test_the_point_at_which_a_driver_dies_does_not_matter(nodes, start_run, refe
     nodes.resize(2, 2, 2)
     run = start_run(*overrides, command=command(point))
     wait_until_dead(run)
-    how = "checkpoint" if point == "before the ranks have a state" else "adopt"  # which is what a run starts from
+    how = "checkpoint" if point == "before the ranks have a state" else "adopt"  # the state that a run starts from
     assert_adopted(run, expected, *overrides, how=(how,))
 
 
@@ -202,7 +202,7 @@ def test_a_second_driver_is_refused_while_the_first_lives(nodes, start_run, refe
     run.wait_for_step(4)
     (run.folder / ".lock").unlink()  # as where a shared folder has no locks
     with connect(run.folder) as client:
-        client.request("pause")  # else it might end meanwhile
+        client.request("pause")  # else the run might end meanwhile
         second = Run(nodes, run.folder.parent, *SMALL, *overrides)
         try:
             assert second.end() == 1, second.describe()
@@ -229,7 +229,7 @@ def test_without_a_driver_nothing_is_left_once_the_lease_has_expired(nodes, star
     run.stop()
     ended = time.monotonic()
     time.sleep(4.0)
-    assert len(nodes.ranks()) == 5 + spares, nodes.ranks()  # with the keeper of the lease
+    assert len(nodes.ranks()) == 5 + spares, nodes.ranks()  # including the keeper of the lease
     while nodes.ranks():
         assert time.monotonic() < ended + 6 + 4, nodes.ranks()
         time.sleep(0.1)

@@ -232,8 +232,7 @@ def test_a_mesh_shrinks_and_grows_back(nodes, start_run, reference, schedule, me
         run.wait_for_step(12)
         kill(lost)
         run.wait_for(lambda: run.events("lost"))
-        # Once shrunk, the run is paused before it does a step: it must not end before the nodes are there, however
-        # long they take.
+        # The run is paused as soon as it has shrunk, lest it end before the nodes are there, however long they take.
         client.request("pause", 120)
         assert len(run.events("recovered")) == 1
         nodes.resize(*sizes)

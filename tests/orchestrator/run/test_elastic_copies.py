@@ -1,4 +1,4 @@
-"""A run whose state no replica has recovers from copies in the memory of ranks, to the bits of a run without a fault.
+"""A run without replicas recovers from copies in the memory of ranks, to the bits of a run without a fault.
 
 Real ranks on a Ray cluster of several nodes on this machine, without a checkpoint before the last step. The default
 suite has the same in `tests/workers/replication` and `tests/orchestrator/recovery`.

@@ -66,7 +66,7 @@ def test_a_run_that_evaluates_is_the_same_run(cluster: clusters.Cluster, tmp_pat
 
 
 def check_eval(folder: Path, row: dict[str, Any]) -> None:
-    """`pentad eval` of the run's newest checkpoint has the loss of the run, with its mesh to the bit."""
+    """`pentad eval` of the newest checkpoint gives the loss of the run; on the same mesh, to the bit."""
     checkpoint = find_checkpoint(str(folder / "evaluated"), "CHECKPOINT")
     before = sorted((folder / "evaluated").rglob("*"))
     display = Display(Console(quiet=True), "eval", 1)

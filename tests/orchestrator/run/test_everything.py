@@ -1,4 +1,4 @@
-"""Runs with every feature on that lose a rank and then their driver: the bits of runs that were left alone."""
+"""Runs with every feature on that lose a rank and then their driver end with the bits of undisturbed runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pentad.orchestrator.records.json_lines import read_lines
 from pentad.workers.checkpoint.checkpoint import MANIFEST, committed
 from pentad.workers.checkpoint.manifest import decode
 
-STEPS, SECONDS = 30, 500.0  # a run may take so long
+STEPS, SECONDS = 30, 500.0  # SECONDS: the most a run may take
 EVERYTHING = (
     *("model.layers=4", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn=48", "model.vocab=300"),
     *("batch.global_batch_size=8", "batch.sequence_length=32", f"run.steps={STEPS}"),
@@ -53,7 +53,7 @@ MESHES = {
     "adapters": ("mesh.pp=2", "mesh.tp=2", "schedule.name=zb-h2", "schedule.microbatches=4"),
     "adapters beside experts": ("mesh.ep=2", "mesh.pp=2", "schedule.name=zb-h2", "schedule.microbatches=4", *MIXTRAL),
 }
-# The values of a row that depend on what was trained alone, not on when and by which generation.
+# The values of a row that depend only on what was trained, not on when or by which generation.
 EXACT = ("step", "loss", "z_loss", "grad_norm", "lr", "tokens", "total_tokens", "target_tokens", "skipped", "sources")
 EVAL_EXACT = ("step", "data", "loss", "perplexity", "tokens", "sequences")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -129,7 +129,7 @@ def exact(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, A
 
 
 def manifest(run: Run) -> tuple[Any, ...]:
-    """(steps, names, shapes and sha256 of files, metadata but for the generation) of the last checkpoint."""
+    """(step, shards, metadata without the generation) of the last checkpoint; shards include sha256 of files."""
     found = decode((run.folder / "checkpoints" / f"step-{STEPS:08d}" / MANIFEST).read_bytes())
     return found.step, found.shards, {**found.meta, "generation": 0}
 
@@ -140,7 +140,7 @@ def is_exact(name: str) -> bool:
 
 
 def table(run: Run) -> list[dict[str, str]]:
-    """The rows of metrics.csv, those of steps before those of evaluations."""
+    """The rows of metrics.csv; at each step number, that of the step before those of evaluations."""
     with (run.folder / "metrics.csv").open(newline="") as file:
         rows = [{key: row[key] for key in row if key == "step" or is_exact(key)} for row in csv.DictReader(file)]
     return sorted(rows, key=lambda row: (int(row["step"]), row["train/loss"] == "", sorted(row.items())))

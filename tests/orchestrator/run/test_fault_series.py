@@ -1,8 +1,8 @@
-"""Thirteen kinds of faults in turn, on seven meshes: each run ends with the bits of one without a fault, its samples
-are proven as by `pentad verify`, and nothing of it is left. With the store of checkpoints down in seven more: 98 cells.
+"""Thirteen kinds of faults in turn, on seven meshes: each run ends with the bits of a run without faults, its samples
+are proven as by `pentad verify`, and it leaves nothing behind. In seven more, the checkpoint store is down: 98 cells.
 
-Of one cell alone: `pytest -m slow PATH -k 'ZeRO-3' --faults 'SIGSTOP,two at once'`. A mesh takes 4 to 12 minutes; on a
-busy machine it needs `-o faulthandler_timeout=3100`.
+Some cells alone: `pytest -m slow PATH -k 'ZeRO-3' --faults 'SIGSTOP,two at once'`. A mesh takes 4 to 12 minutes; a
+busy machine needs `-o faulthandler_timeout=3100`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
 
 @pytest.fixture(scope="module")
 def nodes(server: ObjectStore) -> Iterator[Cluster]:
-    """Its head can be lost and come back; its processes have the credentials of the store."""
+    """A cluster whose head can be lost and come back, and whose processes have the credentials of the store."""
     with multinode_cluster(tables="disk") as cluster:
         yield cluster
 
@@ -95,7 +95,7 @@ def test_a_store_that_is_down_costs_no_bit(nodes: Cluster, server: ObjectStore, 
         series.run.wait_for_checkpoint(10)
         server.stop()
         try:
-            # By then the newest copy in memory is of a later step than the newest checkpoint, which nobody can read.
+            # By then the newest copy in memory is newer than the newest checkpoint, which nobody can read.
             series.run.wait_for(lambda: series.run.events("checkpoint failed"))
             with series.recovers():
                 series.signal(1)
@@ -112,8 +112,8 @@ def test_a_store_that_is_down_costs_no_bit(nodes: Cluster, server: ObjectStore, 
 
 @pytest.mark.timeout(3000)
 def test_a_hundred_kills_of_one_run_leave_no_growth(tmp_path: Path) -> None:
-    """Its driver and the rank that is spared have as many descriptors, threads and ports after them as before. Memory
-    grows by what the driver keeps of each recovery and of the steps between: in 100 kills it was 0.13 MB each."""
+    """Its driver and the rank that is never killed have as many descriptors, threads and ports after them as before.
+    Memory grows by what the driver keeps of each recovery and of the steps between: 0.13 MB each in 100 kills."""
     found = process_faults(tmp_path, KILLS, signal.SIGKILL, Random(0))
     print(found["growth"])
     assert (found["count"], found["failure"], found["exit_status"]) == (KILLS, "", 0)

@@ -1,4 +1,4 @@
-"""A full disk stops neither training nor a recovery, and costs no line. Ranks are in this process (`fake_ray`)."""
+"""A full disk stops neither training nor a recovery, and no line is lost. Ranks are in this process (`fake_ray`)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def nobody_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk_stops_no_training_and_loses_no_line(
     start: StartRun, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines wait in memory until there is room again, and no checkpoint is committed before: here the run is over
-    then, so it fails for its last one. What is in the files meanwhile is entire lines."""
+    """Until there is room again, lines wait in memory, files hold only entire lines, and no checkpoint is committed.
+    Here the run ends before that, so it fails because of its last checkpoint."""
     run, notes = start(*SQUARE, *EVALUATES, "run.steps=12"), list[str]()
     monkeypatch.setattr(run.bus.display, "note", notes.append)
     run.group.restore(Start())
@@ -65,7 +65,7 @@ def test_a_full_disk_stops_no_training_and_loses_no_line(
 
 @pytest.mark.parametrize("overrides", [SQUARE, (*LINE, "zero.stage=0")])
 def test_a_rank_lost_on_a_full_disk_is_replaced(start: StartRun, overrides: tuple[str, ...]) -> None:
-    """From a replica, or from the checkpoint: neither takes a file of the run."""
+    """From a replica or from the checkpoint: neither needs to write a file of the run."""
     run = start(*overrides)
     run.save(5)
     for step in range(7):
@@ -132,7 +132,7 @@ def test_a_run_without_room_for_its_records_ends_before_anything_starts(
 def test_a_run_without_room_for_a_checkpoint_says_so_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There may be room by the time that it is saved."""
+    """It trains, as there may be room by the time a checkpoint is saved."""
     config = load(None, [f"run.folder={tmp_path}"])
     needed = checkpoint_bytes(first_plan(config))
     _leave_free(monkeypatch, needed + RECORD_BYTES)
@@ -144,7 +144,7 @@ def test_a_run_without_room_for_a_checkpoint_says_so_and_trains(
 
 
 def test_a_file_system_that_says_nothing_of_its_size_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of FUSE that do not count blocks."""
+    """For example, FUSE file systems that do not count blocks."""
     _leave_free(monkeypatch, 0, total=0)
     assert check_room(load(None, [f"run.folder={tmp_path}"]), 2**40) is None
 

@@ -1,4 +1,4 @@
-"""Runs on real ranks whose folder answers nothing to the driver, for seconds or for good."""
+"""Runs on real ranks whose folder hangs for the driver, for seconds or for good."""
 
 from __future__ import annotations
 

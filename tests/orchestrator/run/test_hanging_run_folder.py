@@ -1,5 +1,5 @@
-"""A run's folder that answers nothing stops neither training nor a recovery, and costs no line. Ranks are in this
-process (`fake_ray`)."""
+"""A run folder that hangs stops neither training nor a recovery, and no line is lost. Ranks are in this process
+(`fake_ray`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ StartRun = Callable[..., FakeRun]
 
 
 class Events(Watcher):
-    """The names of the events that watchers hear of."""
+    """Collects the names of events that watchers hear of."""
 
     def __init__(self) -> None:
         self.names = list[str]()
@@ -74,7 +74,7 @@ def test_a_run_folder_that_hangs_stops_no_training_and_loses_no_line(
             disk.hangs = True
             hung.set()
         if run.fake.trained.get(30) is not None and disk.hangs:
-            threading.Event().wait(0.3)  # as long as steps of a GPU take
+            threading.Event().wait(0.3)  # as long as steps take on a GPU
             run.bus.watch_disk()
             disk.hangs = False
 
@@ -99,7 +99,7 @@ def test_a_rank_lost_while_the_run_folder_hangs_is_replaced(
     overrides: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From a replica, or from the checkpoint: neither reads or writes a file of the run."""
+    """From a replica or from the checkpoint: neither reads or writes a file of the run."""
     run = start(*overrides)
     run.save(5)
     for step in range(7):
@@ -126,7 +126,7 @@ def test_a_run_folder_that_hangs_for_good_ends_the_run_with_what_is_lost(
         PentadError, match=rf"^{run.folder.path} has taken nothing for \d\.\d s; not written are "
     ) as error:
         run.bus.settle()
-    lost = str(error.value).partition("not written are ")[2].split(", ")  # in the order in which files had something
+    lost = str(error.value).partition("not written are ")[2].split(", ")  # in the order in which files first got lines
     assert {"11 lines of audit.jsonl", "9 lines of metrics.jsonl", "1 line of eval.jsonl"} <= {*lost}
 
 

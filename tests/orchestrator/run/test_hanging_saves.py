@@ -1,4 +1,4 @@
-"""Runs on real ranks, one of which never gets its part of a checkpoint to the disk."""
+"""Runs on real ranks, one of which hangs while it writes its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.mark.parametrize("optimizer", ["device", "host"])
 def test_all_steps_run_and_the_end_says_what_was_not_saved(nodes: Cluster, start_run: Start, optimizer: str) -> None:
-    """On the host the state is written in place, and the next update waits for that."""
+    """On the host, the optimizer state is written in place, and the next update waits for that."""
     nodes.resize(2)
     words = f"memory.optimizer={optimizer}", f"checkpoint.every={STEP}", "checkpoint.hang_seconds=3", "run.steps=16"
     run = start_run(*PAIR, *words, command=COMMAND)

@@ -1,4 +1,4 @@
-"""Storage that hangs costs checkpoints, and no step, on ranks that live in this process (`fake_ray`)."""
+"""Storage that hangs costs checkpoints, but no step; on ranks in this process (`fake_ray`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HANGS = (*SAVES, "checkpoint.hang_seconds=5")
 
 
 def test_a_write_that_never_returns_costs_checkpoints_and_no_step(start: Callable[..., FakeRun]) -> None:
-    """Training waits for it once, with the next checkpoint by steps, and the end of the run not again."""
+    """Training waits for it once, at the next checkpoint by steps; the end of the run does not wait again."""
     run = start(*HANGS, "run.steps=24")
     run.fake.writing, began = (8, 2), run.fake.now
     with pytest.raises(PentadError, match=r"^the last state, after step 24, was not saved: .* has taken nothing for"):
@@ -92,7 +92,7 @@ def test_a_write_that_hangs_while_the_run_goes_back_commits_nothing_and_its_memo
 def test_a_run_folder_that_hangs_costs_checkpoints_and_no_step(
     start: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No checkpoint counts before the disk keeps the records of its steps, and nobody waits for that."""
+    """No checkpoint counts before the records of its steps are on disk, and nothing waits for that."""
     run, hangs, began = start(*HANGS, "run.steps=24"), threading.Event(), time.monotonic()
     monkeypatch.setattr(saving, "SYNC_SECONDS", 0.01)
     monkeypatch.setattr(run_files, "os", SimpleNamespace(fsync=lambda file: hangs.wait(), strerror=os.strerror))
@@ -115,7 +115,7 @@ def test_once_the_run_folder_answers_again_checkpoints_count(
     def on_call(rank: object, method: str) -> None:
         if run.fake.trained.get(13) is not None and not hangs.is_set():
             hangs.set()
-            time.sleep(0.2)  # the thread goes on
+            time.sleep(0.2)  # the thread continues
             monkeypatch.setattr(saving, "SYNC_SECONDS", 10.0)
 
     run.fake.on_call = on_call

@@ -1,5 +1,4 @@
-"""The head of the Ray cluster is lost: with its tables on a disk or in Redis the run survives that, without it ends in
-time."""
+"""The head of the Ray cluster is lost: with its tables on disk or in Redis the run survives, else it ends in time."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ def test_without_its_head_a_run_ends_within_50_seconds_and_resumes_on_another_cl
             assert "Traceback" not in text
             assert text.endswith("the same command resumes from the newest checkpoint"), run.describe()
             assert run.events()[-1]["event"] == "failure"
-            while nodes.ranks():  # they end with Ray's own processes, which wait for the head for a minute
+            while nodes.ranks():  # they end with Ray's processes, which wait a minute for the head
                 assert time.monotonic() < lost + 90, nodes.ranks()
                 time.sleep(0.5)
         finally:

@@ -1,4 +1,4 @@
-"""Stages of training: a run starts from the weights of another one, and its journal says what is different."""
+"""Stages of training: a run starts from the weights of another one, and its journal says what differs."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def config_of(folder: Path, *overrides: str):
 
 
 def run(folder: Path, *overrides: str) -> dict[str, Any]:
-    """Trains without torch, and returns the journal's first line of the newest start."""
+    """Trains without torch, and returns the journal's newest "start" event."""
     config = config_of(folder, *overrides)
     display = Display(Console(quiet=True), config.run.name, config.run.steps)
     train(config, display=display, runner="fake_runner:FakeRunner")
@@ -43,7 +43,7 @@ def steps(folder: Path, name: str) -> list[int]:
 
 
 def saved(folder: Path, name: str, *overrides: str, step: int = 4) -> None:
-    """A run of `step` steps as its folder would be, without tensors that anybody reads."""
+    """Writes the folder of a run of `step` steps, with dummy tensors."""
     at = checkpoint.folder_of(folder / name / "checkpoints", step)
     at.mkdir(parents=True)
     (folder / name / "config.yaml").write_text(dump(config_of(folder, f"run.name={name}", *overrides)))
@@ -69,7 +69,7 @@ def test_a_stage_starts_from_another_runs_weights_and_records_what_is_different(
     assert {"batch.sequence_length", "schedule.name", "run.steps", "run.init_from"} <= set(start["changes"])
     assert start["changes"]["batch.sequence_length"] == [128, 64]
     assert steps(tmp_path, "second") == [0, 1, 2]
-    assert (tmp_path / "second" / "hf" / "generation_config.json").read_text() == "{}"  # for an export
+    assert (tmp_path / "second" / "hf" / "generation_config.json").read_text() == "{}"  # which an export needs
 
     start = run(tmp_path, "run.name=second", "run.steps=5", *init)  # resumes from its own checkpoint
     assert (start["step"], start["changes"]) == (3, {"run.steps": [3, 5]})
@@ -143,7 +143,7 @@ def test_keys_of_the_model_that_differ_are_shown(tmp_path: Path) -> None:
     saved(tmp_path, "first")
     given = ("run.init_from=first", "model.norm_eps=0.1", "model.head_dim=16", "run.seed=1")
     assert notes(tmp_path, *given) == ["model.norm_eps is 0.1, where run.init_from = first has 1e-05"]
-    (tmp_path / "second").mkdir()  # an import that a run of its name starts from
+    (tmp_path / "second").mkdir()  # an import, from which a run of its name starts
     section = (tmp_path / "first" / "config.yaml").read_text().splitlines()[1]
     (tmp_path / "second" / "model.yaml").write_text(section)
     assert notes(tmp_path, "run.name=second") == []
@@ -158,7 +158,7 @@ def test_data_of_another_tokenizer_than_that_of_the_weights_is_shown(tmp_path: P
         (tmp_path / name).mkdir()
         write_corpus(tmp_path / name, ["text"], tokenizer)
     given = ("run.init_from=first", f"data.path={tmp_path / 'other'}")
-    assert notes(tmp_path, *given) == []  # weights without a tokenizer
+    assert notes(tmp_path, *given) == []  # the weights come without a tokenizer
     (tmp_path / "first" / "hf").mkdir()
     (tmp_path / "first" / "hf" / "tokenizer.json").write_text(tokenizers[0].to_str())
     assert notes(tmp_path, "run.init_from=first", f"data.path={tmp_path / 'same'}") == []
@@ -208,7 +208,7 @@ def test_a_stage_that_cannot_start_is_refused_by_one_sentence(tmp_path: Path, ov
 
 @pytest.mark.parametrize(("scoring", "is_kept"), [("sigmoid", True), ("softmax", False)])
 def test_routing_biases_are_never_dropped_between_stages(tmp_path: Path, scoring: str, is_kept: bool) -> None:
-    """With softmax scores only experts whose biases move have any."""
+    """With softmax scores, only experts with a bias_update_rate have biases."""
     experts = {"num_experts": 4, "top_k": 2, "intermediate_size": 64, "scoring_func": scoring}
     mixtral = ["model.family=mixtral", *(f"model.experts.{key}={value}" for key, value in experts.items())]
     saved(tmp_path, "first", *mixtral, "model.experts.bias_update_rate=0.01")

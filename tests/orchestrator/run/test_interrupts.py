@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM, sent to this process; and callbacks: they see every row once, and what they raise ends the run in
-good order."""
+"""Ctrl-C and SIGTERM, sent to this process; and callbacks, which see every row once and whose errors end the run in an
+orderly way."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def test_a_signal_before_the_ranks_run_interrupts_at_once() -> None:
 
 @pytest.mark.usefixtures("hangup")
 def test_a_closed_terminal_stops_a_run_as_sigterm_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the signal comes twice; what is printed from then on goes nowhere."""
+    """Even if the signal comes twice; whatever is printed from then on is discarded."""
     asked: list[str] = []
     primary, terminal = os.openpty()
     monkeypatch.setattr(os, "isatty", lambda descriptor: False)
@@ -65,7 +65,7 @@ def test_what_is_shown_on_a_closed_terminal_ends_no_run() -> None:
 
 
 def test_a_closed_pipe_stops_a_run_that_has_begun() -> None:
-    """As Ctrl-C does, which `pentad train | tee log` gets with `tee`: with a checkpoint, though nobody reads on."""
+    """With a checkpoint, as after Ctrl-C, which in `pentad train | tee log` ends `tee` as well."""
     stops: list[str] = []
     reader, pipe = os.pipe()
     with os.fdopen(pipe, "w") as file, Display(Console(file=file), "trial", 3) as shown:
@@ -97,10 +97,10 @@ def rows(*steps: int) -> list[dict[str, Any]]:
 
 def callback(seen: list[int], at: int, error: Exception | None) -> tuple[StepCallback, list[str]]:
     def on_step(row: dict[str, Any]) -> bool:
-        seen.append(row.pop("step"))  # its own copy
+        seen.append(row.pop("step"))  # the row is a copy
         if error is not None and seen[-1] == at:
             raise error
-        return True  # means nothing
+        return True  # has no meaning
 
     stops: list[str] = []
     return StepCallback(on_step, lambda: stops.append("stop")), stops

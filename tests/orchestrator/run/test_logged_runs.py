@@ -29,7 +29,7 @@ def test_loggers_agree_with_metrics_through_resume_and_recovery(
     folder = tmp_path / "quickstart"
     (folder / "checkpoints" / "step-00000004" / "manifest.json").unlink()  # step 3 runs again
     with pytest.raises(WorkerError):
-        run(12, "fake:step=7,rank=1,how=die")  # three times step 6 runs again
+        run(12, "fake:step=7,rank=1,how=die")  # step 6 runs again three times
     run(12, "fake:")
     rows = read_lines(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(12))

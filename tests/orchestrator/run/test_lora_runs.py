@@ -1,4 +1,4 @@
-"""Runs with adapters on Ray: stopped, resumed, with lost ranks, they have the bits of a run without a fault."""
+"""Runs with adapters on Ray: stopped, resumed or with lost ranks, they end with the bits of a run without faults."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SMALL = (
     *("cluster.auth=disabled", "cluster.start_timeout_seconds=150", "elastic.hang_seconds=3"),
     f"run.steps={STEPS}",
 )
-CUT = (*SQUARE, "zero.stage=3")  # of frozen weights every replica holds a shard as well
+CUT = (*SQUARE, "zero.stage=3")  # replicas hold shards of frozen weights, too
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def adapters(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The keys that train adapters of a base, which is made here."""
+    """The overrides that train adapters of a base model, which is trained here."""
     nodes.resize(2, 2, 2)
     base = Run(nodes, tmp_path_factory.mktemp("base"), *SMALL, *SQUARE, "schedule.name=1f1b", "run.steps=2")
     assert base.end() == 0, base.describe()
@@ -87,7 +87,7 @@ def test_lost_adapters_are_restored_from_the_newest_checkpoint(nodes, start_run,
 
 @pytest.mark.parametrize("mesh", [SQUARE, CUT])
 def test_a_mesh_with_adapters_shrinks_and_grows_back(nodes, start_run, reference, mesh):
-    """On the smaller mesh sums have another order; the frozen weights of every rank are those of the base again."""
+    """Sums have another order on the smaller mesh; afterwards every rank has the frozen weights of the base again."""
     mesh = (*mesh, "schedule.name=1f1b")
     expected = reference(*mesh)
     nodes.resize(2, 2)

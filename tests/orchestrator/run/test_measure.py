@@ -46,7 +46,7 @@ def account(rank: int, step: int, start: float, norm: float = 1.0) -> StepResult
 
 
 def call(first: int, starts: list[float], shift: float = 0.0) -> list[list[StepResult]]:
-    """Results by [rank][step]; clocks of the second replica's ranks are slow by `shift` seconds."""
+    """Results by [rank][step]; the clocks of the second replica's ranks are `shift` seconds behind."""
     clocks = [0.0, -shift, 0.0, -shift]
     return [[account(rank, first + k, start + clocks[rank]) for k, start in enumerate(starts)] for rank in range(4)]
 
@@ -74,12 +74,12 @@ def test_a_row_has_every_metric() -> None:
     assert row["tokens_per_second"] == pytest.approx(PLAN.batch.tokens / SECONDS)
     assert row["bubble_measured"] == pytest.approx(STEP.bubble().makespan)
     assert (row["peak_bytes"], row["host_seconds"]) == (3, pytest.approx(0.3))
-    assert row["expert_load"] == {0: (1, 8), 1: (5, 8)}  # by layer, of all ranks
+    assert row["expert_load"] == {0: (1, 8), 1: (5, 8)}  # layer -> loads, summed over ranks
 
 
 def test_a_row_has_the_z_losses_that_are_configured() -> None:
-    """The mean squared log-sum-exp of a target token's logits, and of a token's router logits, times their weights.
-    Only ranks with the head, or with experts, have sums; all of those have the same."""
+    """The mean squared log-sum-exp of the logits of target tokens, and of the router logits of tokens, times their
+    weights. Only ranks with the head, or with experts, have sums, and these are equal."""
     sizes = {"num_experts": 4, "top_k": 2, "intermediate_size": 32}
     words = ["model.family=mixtral", *(f"model.experts.{key}={size}" for key, size in sizes.items())]
     weights = ["optimizer.z_loss=0.25", "model.experts.router_z_loss_coef=0.5"]
@@ -94,7 +94,7 @@ def test_a_row_has_the_z_losses_that_are_configured() -> None:
 
 
 def test_a_row_has_the_loss_of_each_of_several_sources() -> None:
-    """Null for one of which the step has no target token."""
+    """Null for a source without target tokens in the step."""
     specs = tuple(replace(PLAN.data.sources[0], name=name) for name in ("web", "code", "chat"))
     plan = replace(PLAN, data=replace(PLAN.data, sources=specs))
     sums = LossSum(6.0, 4), LossSum(3.0, PLAN.batch.tokens - 4), LossSum(0.0, 0)

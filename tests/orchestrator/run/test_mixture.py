@@ -1,4 +1,4 @@
-"""Runs of a mixture on Ray: what they record, and that a stop changes nothing."""
+"""Runs of a data mixture on Ray: what they record; a stop changes nothing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_mixture_is_recorded_and_resumes_with_the_same_bits(cluster: clusters.
 
 @pytest.mark.timeout(600)
 def test_waiting_for_data_is_less_than_a_hundredth_of_a_step(cluster: clusters.Cluster, tmp_path: Path) -> None:
-    """Of steps of at least 0.3 s; the first one starts with nothing loaded."""
+    """For steps of at least 0.3 s. The first one does not count: it starts with nothing loaded."""
     for name, seed in (("chat", 1), ("text", 2), ("few", 3)):
         random_corpus(tmp_path / name, seed, 2000, 600, targets=0.5 if name == "chat" else None)
     model = ("model.hidden=256", "model.ffn=1024", "model.layers=4")

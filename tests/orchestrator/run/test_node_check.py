@@ -25,7 +25,7 @@ NAMES = {"id-a": "a", "id-b": "b", "id-c": "c", "id-d": "d"}
 
 
 class Nodes:
-    """Runs of two ranks on the first two nodes that are not left out; those in `bad` fail."""
+    """Places two ranks on the first two nodes that are not left out; nodes in `bad` fail the check."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *bad: str) -> None:
         self.bad, self.reserved = bad, list[Any]()

@@ -1,4 +1,4 @@
-"""Which ranks that a former driver has left are taken over, and what is said of the nodes of a run before it starts."""
+"""Which ranks left by a former driver are taken over, and what is said about a run's nodes before it starts."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_the_places_of_another_mesh_are_not_adopted(
 
 @pytest.fixture
 def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Notes of a run on nodes with these labels, up to its first files; `parked`: it finds its ranks there."""
+    """Notes of a run on nodes with these labels, up to its first files; `parked`: its ranks are still there."""
 
     def do(*labels: dict[str, str], label: str = "rack", parked: bool = False) -> list[str]:
         notes = list[str]()

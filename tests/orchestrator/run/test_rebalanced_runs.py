@@ -1,5 +1,5 @@
-"""Layers leave a rank with 15 % more work on real nodes: at least half of what it costs is recovered, and the run ends
-with the bits of one that stops there and resumes with these layers in its configuration."""
+"""Layers move off a rank with 15 % more work on real nodes: at least half of what it costs is recovered, and the run
+ends with the bits of one that stops there and resumes with these layers in its configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.quiet, pytest.mark.timeout(600)]
 STEPS, MORE = 104, 107
 COMMON = (
     *("schedule.name=1f1b", "eval.every=0", "checkpoint.keep=9", "elastic.slow_rank=rebalance"),
-    f"optimizer.decay_steps={STEPS}",  # however many steps a run takes
+    f"optimizer.decay_steps={STEPS}",  # the same for runs with more steps
 )
 
 

@@ -1,4 +1,4 @@
-"""A stage takes half as long again as estimated, on real nodes: steps become shorter after the order has changed, and
+"""A stage takes 1.5 times as long as estimated, on real nodes: steps become shorter once the order has changed, and
 the run ends with the bits of one whose order stays."""
 
 from __future__ import annotations

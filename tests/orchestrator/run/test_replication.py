@@ -10,7 +10,7 @@ from pentad.workers.replication.replicator import SentPart
 
 
 class StubCopies:
-    """Of ranks that have memory for a copy once `is_ready`."""
+    """Copies on ranks that have memory for one once `is_ready`."""
 
     def __init__(self) -> None:
         self.is_ready, self.asked = False, list[int]()

@@ -21,7 +21,7 @@ def configuration(folder: Path, *overrides: str) -> RunConfig:
 
 
 def started(folder: Path, *overrides: str) -> RunConfig:
-    """The configuration of a run's first start."""
+    """The configuration of a run after its first start."""
     config, note = with_decay_steps(configuration(folder, *overrides), None)
     assert note == ""
     return config
@@ -63,7 +63,7 @@ def test_the_saved_length_must_fit_the_new_warm_up(tmp_path: Path) -> None:
 
 
 def stored_by(*overrides: str) -> list[str]:
-    """Names of the optimizer state in a checkpoint; some parts of tensors."""
+    """Names of the optimizer state in a checkpoint, some of them of parts of tensors."""
     plan = make_plan(load(None, list(overrides)), "cpu")
     spec = plan.optimizer
     return [

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and what happens while one is written, on ranks that only list their calls."""
+"""When checkpoints are saved, and what happens while one is written; on ranks that only list their calls."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Run:
 
 def test_a_requested_checkpoint_covers_only_recorded_steps(run: Run) -> None:
     def request_checkpoint(calls: StepLoop) -> None:
-        calls.requests._requested = calls.done  # as `checkpoint`, which would wait, sets it
+        calls.requests._requested = calls.done  # as `checkpoint` does, but without waiting
 
     ranks, calls = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: request_checkpoint}))
     first = next(call[1] for call in ranks.log if call[0] == "save")
@@ -101,7 +101,7 @@ def test_a_failed_checkpoint_does_not_end_training(run: Run, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["save", "commit"])
 def test_the_last_checkpoint_must_be_written(run: Run, what: str) -> None:
-    """What was written of it would take the room of the next attempt; a commit may have been made."""
+    """A failed save is removed, to make room for the next attempt; a failed commit may have succeeded, and stays."""
     used = list[Ranks]()
 
     def prepare(ranks: Ranks) -> None:
@@ -125,7 +125,7 @@ def test_a_rank_that_dies_while_it_saves_ends_the_run(run: Run, what: str) -> No
 def test_checkpoints_are_saved_by_steps_and_by_time(
     run: Run, monkeypatch: pytest.MonkeyPatch, every: int, every_seconds: float
 ) -> None:
-    """Steps of a second, of which two are in flight when the driver looks at the clock."""
+    """Steps take a second, and two are in flight when the driver looks at the clock."""
     clock = Clock()
     clock.patch(monkeypatch)
     options = f"checkpoint.every={every}", f"checkpoint.every_seconds={every_seconds}"
@@ -198,7 +198,7 @@ def test_a_full_disk_at_the_end_ends_the_run_with_an_error(start: Callable[..., 
 def test_a_checkpoint_that_is_committed_when_a_rank_is_lost_is_in_the_journal(
     start: Callable[..., FakeRun], lost: int
 ) -> None:
-    """Rank 0 commits: it may have done so although nobody has heard of it."""
+    """Rank 0 commits: it may have done so before the driver hears of it."""
     run = start(*SAVES, "checkpoint.every=8", "run.steps=24")
     run.fake.committing, run.fake.faults = {8}, {14: (lost,)}
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_that_a_driver_has_committed_when_it_died_is_in_the_journal
 
 
 def test_training_itself_reads_no_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage that hangs holds up a rank beside training, and never the driver."""
+    """So storage that hangs blocks a rank's writing thread, but never the driver."""
 
     def reads(*_: object) -> None:
         raise AssertionError("the driver reads storage")

@@ -1,4 +1,4 @@
-"""Runs on real nodes with a slow rank, which moves to another node, to the bits of a run without one."""
+"""Runs on real nodes whose slow rank moves to another node end with the bits of a run without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks are lost while spares wait, and while none do: the same bits, and the seconds of each phase."""
+"""Ranks are lost with and without spares waiting: the same bits, and the seconds of each phase."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_lost_rank_is_taken_by_a_spare_with_the_same_bits(
 def test_the_ranks_of_a_lost_node_are_spares_of_the_free_one_with_the_same_bits(
     nodes: Cluster, start_run: Start, reference: Reference
 ) -> None:
-    """Twice: the second node that is lost has ranks that were spares, and a new node has other spares by then."""
+    """Twice: the second lost node has ranks that were spares before, and a new node has spares by then."""
     overrides = (*SQUARE, "schedule.name=1f1b")
     expected = reference(*overrides)
     nodes.resize(2, 2, 2)
@@ -88,7 +88,7 @@ def test_the_ranks_of_a_lost_node_are_spares_of_the_free_one_with_the_same_bits(
 def test_a_rank_that_stands_still_for_two_seconds_is_not_lost_with_another_one(
     nodes: Cluster, start_run: Start, reference: Reference
 ) -> None:
-    """A busy machine may starve a process for so long."""
+    """A busy machine may starve a process for that long."""
     overrides = (*SQUARE, "schedule.name=1f1b")
     expected = reference(*overrides)
     nodes.resize(2, 2)

@@ -1,4 +1,4 @@
-"""Runs with a spike, on real Ray."""
+"""Runs with a loss spike, on real Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROLLBACK = [
 
 
 def run(folder: Path, name: str, runner: str, *overrides: str) -> dict[str, torch.Tensor]:
-    """The state after a run; of several calls, the last one's."""
+    """The state after a run, or after the last call for a run of several."""
     config = load(None, [f"run.folder={folder}", f"run.name={name}", *SMALL, *overrides])
     train(config, runner=runner)
     found = newest(folder / name / "checkpoints").checkpoint

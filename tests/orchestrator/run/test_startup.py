@@ -17,7 +17,7 @@ import pytest
         ("pentad.orchestrator.cli.cli", {"torch", "ray", "pydantic"}),
         ("pentad.orchestrator.run.train", {"torch", "ray"}),
         ("pentad.orchestrator.run.driver", {"torch", "aiohttp"}),
-        # These take a second of CPU time on every rank.
+        # Importing these takes a second of CPU time on every rank.
         ("pentad.workers.runtime.runner", {"torch._dynamo", "torch._inductor", "ray", "pydantic"}),
     ],
 )
@@ -47,7 +47,7 @@ print("pandas" in sys.modules)
 def test_a_rank_that_receives_its_plan_and_a_driver_that_records_do_not_import_pandas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pyarrow does so where it is installed, for 0.6 s of CPU time."""
+    """If it is installed, pyarrow would import it, which takes 0.6 s of CPU time."""
     (tmp_path / "pandas.py").write_text('__version__ = "2.3.0"')
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run([sys.executable, "-P", "-c", PANDAS], capture_output=True, text=True, check=True)

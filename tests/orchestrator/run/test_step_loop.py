@@ -1,4 +1,4 @@
-"""The calls that keep ranks busy, tested with a worker group that only lists its calls."""
+"""The calls that keep ranks busy, with a worker group that only lists its calls."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,7 +119,7 @@ def test_a_pause_starts_with_every_step_done_and_saves_nothing(run: Run) -> None
 
 
 def test_the_last_step_of_a_call_stays_open_unless_something_else_follows(run: Run) -> None:
-    """An evaluation or the end, not a checkpoint."""
+    """What closes it is an evaluation or the end, not a checkpoint."""
     ranks, _ = run("run.steps=12", "checkpoint.every=5", "eval.every=4", *HELD_OUT, seconds=3.0)
     assert [call[1] for call in ranks.log if call[0] == "run" and not call[3]] == [0, 3, 7, 11]
 
@@ -169,7 +169,7 @@ def test_a_run_that_stops_leaves_the_evaluation_to_the_next(run: Run) -> None:
 
 
 def test_an_evaluation_that_only_ranks_know_of_is_recorded_once(run: Run) -> None:
-    """Those of steps that are not recorded either, or that were recorded before, are not."""
+    """Evaluations after unrecorded steps, and those recorded before, are not recorded."""
     kept = {step: Evaluation(step, (EvalResult("holdout", 80.0, 8, 1),), seconds=0.5) for step in (0, 2, 4, 9)}
 
     def prepare(ranks: Ranks) -> None:
@@ -182,7 +182,7 @@ def test_an_evaluation_that_only_ranks_know_of_is_recorded_once(run: Run) -> Non
 
 
 def profiling(*profiles: RankProfile) -> Callable[[Ranks], None]:
-    """What the two ranks report of step 3."""
+    """Prepares the two ranks to report these profiles of step 3."""
 
     def prepare(ranks: Ranks) -> None:
         collect = ranks.collect

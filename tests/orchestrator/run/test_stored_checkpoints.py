@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are in a store: the same bits as with a folder, and no end when the store goes away."""
+"""Runs with checkpoints in an object store: the same bits as with a folder; they continue when the store is away."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STORE = "s3://nowhere/prefix"
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """What s3:// leads to: a folder."""
+    """The folder that stands in for s3:// locations."""
     from pyarrow import fs
 
     (tmp_path / "bucket").mkdir()
@@ -141,7 +141,7 @@ def test_a_run_goes_on_while_its_store_is_away_and_says_at_the_end_what_is_lost(
     ]  # fmt: skip
 
 
-# With a real store.
+# With a real object store.
 
 SMALL = [
     *("model.layers=4", "model.hidden=32", "model.ffn=64", "model.vocab=300", "batch.sequence_length=32"),

@@ -78,7 +78,7 @@ def state(run: Path) -> dict[str, torch.Tensor]:
 
 
 def stop_and_resume(train: Train, folder: Path, *more: str) -> tuple[dict[str, Any], int]:
-    """(summary of a run that was stopped and then resumed with `more`, the step after which it was stopped)."""
+    """(summary of a run that was stopped and then resumed with `more`, the number of steps before the stop)."""
     terminate_after(STOP_AFTER, folder / "halted")
     summary, printed = train("halted")
     stopped = summary["steps"]
@@ -94,7 +94,7 @@ def stop_and_resume(train: Train, folder: Path, *more: str) -> tuple[dict[str, A
 def test_the_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(
     train: Train, workers: list[WorkerProcess], tmp_path: Path
 ) -> None:
-    """Which needs no Ray."""
+    """The uninterrupted one runs without Ray."""
     plan = make_plan(load(None, SMALL), "cpu")
     expected, state_expected = without_a_driver(workers, plan, STEPS)
     finished, _ = stop_and_resume(train, tmp_path)
@@ -125,7 +125,7 @@ def test_a_run_resumed_on_another_mesh_equals_an_uninterrupted_one_up_to_roundin
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_optimizer_and_more_steps(train: Train, tmp_path: Path) -> None:
-    """Learning rates stay those of the first start; state of the old optimizer is dropped, and the user hears of it."""
+    """Learning rates stay those of the first start; the old optimizer's state is dropped, and the user is told."""
     small = "optimizer.schedule=wsd", "mesh.tp=2", "zero.stage=1"
     train("first", *small, "run.steps=10")
     summary, printed = train("first", *small, "run.steps=20", "optimizer.name=muon")

@@ -1,5 +1,5 @@
-"""Bounds of time beside lanes that gather and reduce, and of memory where microbatches are interleaved: without
-compiling anything, and no more than a plan takes."""
+"""Bounds of time with lanes that gather and reduce, and of memory with interleaved microbatches: computed without
+compiling anything, and never above what a plan takes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def bound_and_seconds(setting: Setting) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("name", "zero", "count", "least"), [("zb-h1", 2, 8, 0.85), ("dualpipe", 3, 4, 0.8)])
 def test_waits_for_lanes_are_counted_action_by_action(name: str, zero: int, count: int, least: float) -> None:
-    """On four hosts, where lanes take longer than some actions and less than others."""
+    """On four hosts, where lanes take longer than some actions and not as long as others."""
     bound, seconds = bound_and_seconds(Setting(Mesh(16, 2), count, Order(name), zero, unit_layers=1))
     assert least * seconds < bound <= seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "zb-v", "dualpipe", "dualpipev", "seq-1f1b", "looped-bfs"])
 def test_no_step_with_zero_is_shorter_than_its_bound(name: str) -> None:
-    """Among them DualPipe's, of whose microbatches each rank runs a half of every stage."""
+    """Even with DualPipe, where a rank runs each of its stages for half of the microbatches."""
     rng = random.Random(name)
     for mesh in (Mesh(4, 2), Mesh(2, 2, tp=2), Mesh(4, 2, tp=2), Mesh(16, 2), Mesh(2, 4)):
         zero, gathered, layers = rng.choice([2, 3]), rng.choice([None, 3, 99]), rng.choice([None, 1, 2])
@@ -48,7 +48,7 @@ def test_no_step_with_zero_is_shorter_than_its_bound(name: str) -> None:
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
 @pytest.mark.parametrize("mesh", [Mesh(1, 4, 2), Mesh(1, 2, tp=2), Mesh(2, 2)])
 def test_no_plan_of_interleaved_microbatches_needs_less_memory_than_its_bound(name: str, mesh: Mesh) -> None:
-    """Where layers wait for other ranks, units of a forward run between those of a backward, which free memory."""
+    """If layers wait for other ranks, units of a forward run between those of a backward, which free memory."""
     setting = Setting(mesh, 8, Order(name), 1)
     layout = Work(CONFIG).layout_of(setting)
     bound = MemoryBounds(layout, Timed(layout, setting.order, setting.microbatches)).least(setting)
@@ -59,7 +59,7 @@ def test_no_plan_of_interleaved_microbatches_needs_less_memory_than_its_bound(na
 
 @pytest.mark.parametrize("mesh", [Mesh(2), Mesh(pp=2)])
 def test_forwards_wait_for_the_copies_of_what_they_save(mesh: Mesh) -> None:
-    """Before the order is simulated beside copies, which take longer than the forwards of their layers."""
+    """The bound includes this before the order is simulated with copies, which take longer than their layers' F."""
     setting = Setting(mesh, 32, Order("1f1b"), zero=3 * (mesh.pp == 1), offload=1.0)
     layout = Work(CONFIG).layout_of(setting)
     timed = Timed(layout, setting.order, setting.microbatches)

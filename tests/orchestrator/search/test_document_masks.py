@@ -1,4 +1,4 @@
-"""A search for data whose attention keeps to documents: no schedule slices sequences, and nothing has CUDA graphs."""
+"""A search for data with a document mask: no schedule slices sequences, and nothing uses CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commands import Pentad
 
 @pytest.mark.parametrize("memory", [pytest.param("80", marks=pytest.mark.slow), "0.07"])
 def test_schedules_that_slice_sequences_are_left_out(pentad: Pentad, memory: str) -> None:
-    """With a schedule that does not go with the data, as what would be faster with more memory, the search ended."""
+    """The search used to fail when it suggested such a schedule as faster with more memory."""
     words = ("data.document_mask=true", "mesh.dp=1", "mesh.cp=1", "mesh.tp=1", "mesh.ep=1")
     status, out, err = pentad("plan", *words, "--gpus", "2", "--memory", memory, "--json")
     assert (status, err) == (0, "")
@@ -20,7 +20,7 @@ def test_schedules_that_slice_sequences_are_left_out(pentad: Pentad, memory: str
 
 
 def test_what_the_host_takes_to_launch_layers_is_not_waiting_for_gradients(pentad: Pentad) -> None:
-    """All but 5 % of this step was said to be waiting for weights, gradients and copies, with nothing to gather."""
+    """95 % of this step used to be called waiting for weights, gradients and copies, with nothing to gather."""
     words = ("data.document_mask=true", "mesh.dp=1", "mesh.cp=1", "mesh.tp=1", "mesh.ep=1", "zero.stage=0")
     best = json.loads(pentad("plan", *words, "--gpus", "2", "--memory", "80", "--json")[1])["choices"][0]
     assert sum(best["shares"].values()) == pytest.approx(best["step_seconds"])

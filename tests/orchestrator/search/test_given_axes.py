@@ -1,4 +1,4 @@
-"""Axes on the command line of a search, and the schedules that differ on a mesh."""
+"""Axes on the command line of a search, and schedules that are the same on some meshes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from pentad.schedules.spec.mesh import Mesh
     ],
 )
 def test_axes_that_are_held_divide_the_gpus(pentad: Pentad, axes: Sequence[str], sentence: str) -> None:
-    """Nothing was said to fit in memory, on none of 0 meshes."""
+    """The error used to be that nothing fits in memory, on none of 0 meshes."""
     assert pentad("plan", "--gpus", "8", *axes) == (1, "", f"pentad: {sentence}\n")
 
 
 def test_axes_may_be_given_that_the_schedule_of_the_file_does_not_go_with(pentad: Pentad) -> None:
-    """16 sequences have no 8 microbatches on 4 replicas, but the search chooses the microbatches anyway."""
+    """16 sequences are too few for 8 microbatches on 4 replicas, but the search chooses the microbatches anyway."""
     found = json.loads(pentad("plan", "--gpus", "4", "mesh.dp=4", "--json")[1])
     best = found["choices"][0]
     assert best["mesh"]["dp"] == 4
@@ -45,7 +45,7 @@ def test_axes_may_be_given_that_the_schedule_of_the_file_does_not_go_with(pentad
 
 
 def test_one_microbatch_on_one_pipeline_rank_is_planned_with_one_schedule() -> None:
-    """With the same work in the same order, looped-bfs was listed instead of 1f1b."""
+    """looped-bfs, which then does the same work in the same order, used to be listed instead of 1f1b."""
     space = space_of(load(None, ["cluster.device=cuda"]), 8)
     for mesh, microbatches, names in (
         (Mesh(dp=8), 1, {"1f1b"}),

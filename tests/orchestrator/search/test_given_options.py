@@ -1,4 +1,4 @@
-"""Options of schedules on the command line of a search."""
+"""Schedule options on the command line of a search."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GIVEN += ["memory.recompute=none", "memory.offload_fraction=0"]
     ],
 )
 def test_a_search_plans_with_the_options_of_the_schedule_that_are_given(words: Sequence[str]) -> None:
-    """Whatever memory there is, it finds the fastest of all plans that fit."""
+    """However much memory there is, it finds the fastest of all plans that fit."""
     given = [*GIVEN, *words]
     config = load(None, [*(f"model.{each}" for each in SIZES), *BATCH, "schedule.microbatches=8", *given])
     held, plans = [word.partition("=")[0] for word in given], dict[int, float]()

@@ -1,4 +1,4 @@
-"""What a search lists takes as long as the plan of its command, whatever was compared on the way."""
+"""Listed plans take as long as the plan of their command, whatever the search compared on the way."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORDS = (
 def test_a_plan_that_takes_longer_than_it_was_compared_with_is_listed_where_it_belongs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Evaluation may leave no room for CUDA graphs: plans are compared without it."""
+    """Plans are compared without evaluation, which may leave no room for CUDA graphs."""
     config = load(None, WORDS)
     space = replace(space_of(config, 4), meshes=(Mesh(dp=4), Mesh(dp=2, pp=2), Mesh(pp=4)), orders=(Order("1f1b"),))
     room, compared = device_memory("cuda", 139), Variants.seconds
@@ -46,7 +46,7 @@ def test_a_plan_that_takes_longer_than_it_was_compared_with_is_listed_where_it_b
 
 
 EVALUATION, WITHOUT = (), ("data.holdout=0", "eval.every=0")
-ALWAYS = ((EVALUATION, 0.02), (WITHOUT, 0.05), (WITHOUT, 100.0))  # each room, with and without evaluation
+ALWAYS = ((EVALUATION, 0.02), (WITHOUT, 0.05), (WITHOUT, 100.0))  # cases of evaluation and spare memory
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ ALWAYS = ((EVALUATION, 0.02), (WITHOUT, 0.05), (WITHOUT, 100.0))  # each room, w
 def test_what_is_listed_is_the_plan_of_its_configuration_and_proved(
     words: tuple[str, ...], spare: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it is not made anew, but as it was compared; by how much it recomputes and offloads."""
+    """Even if it is listed as it was compared, without being made anew; including its recomputation and offloading."""
     config, proved = load(None, [*WORDS, *words]), list[Program]()
 
     def noted(program: Program, **given: int) -> None:

@@ -1,4 +1,4 @@
-"""What the search knows of orders that plan with costs before they are made holds for those that are made."""
+"""What the search assumes about orders that depend on costs, before they are made, holds once they are made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _F, _B = op_mask({Op.F}), op_mask({Op.B})
 
 
 def planned_order(name: str, seed: int) -> tuple[Program, float]:
-    """At random costs, and the microbatches that none of its ranks exceeds."""
+    """An order at random costs, and the peak activations in microbatches that none of its ranks exceeds."""
     draw, entry = random.Random(seed), CATALOGUE[name]
     ranks, microbatches = draw.choice([2, 3, 4, 6]), draw.choice([2, 5, 8, 17])
     forward, backward, weight = (

@@ -60,21 +60,21 @@ def config_of(model: Sequence[str], sequences: int = 64, length: int = 4096, *mo
 
 
 class Case(NamedTuple):
-    """A small model, and some of the settings of a few GPUs."""
+    """A small model, and some of the settings on a few GPUs."""
 
     config: RunConfig
     space: Space
 
 
 def case(seed: int, held: str = "") -> Case:
-    """With a value of `held`, 'recompute' or 'offload', in all settings."""
+    """A random case. `held`: 'recompute' or 'offload' has one given value in all settings."""
     draw, matmul = random.Random(seed), "compute" if seed % 5 else "fp8-block"
     layers, hidden = draw.choice([2, 3, 4]), draw.choice([256, 1024, 4096])
     model = [f"layers={layers}", f"hidden={hidden}", f"heads={hidden // 64}", f"ffn={3 * hidden}"]
     model += [f"kv_heads={draw.choice([hidden // 64, 2])}", f"vocab={draw.choice([1024, 32768, 131072])}"]
     if draw.random() < 0.3:
         model += ["family=mixtral", "experts.num_experts=4", "experts.top_k=2", f"experts.intermediate_size={hidden}"]
-    quiet = "data.holdout=0", "eval.every=0"  # the search leaves evaluation out of account, too
+    quiet = "data.holdout=0", "eval.every=0"  # the search ignores evaluation, too
     precision = f"precision.reduce={'bfloat16' if seed % 2 else 'float32'}", f"precision.matmul={matmul}"
     config = config_of(model, draw.choice([8, 16]), draw.choice([512, 2048]), *quiet, *precision)
     every = space_of(config, draw.choice([2, 4]))
@@ -104,12 +104,12 @@ class Brute(NamedTuple):
 
 
 def brute_force(config: RunConfig, space: Space, graphs: str) -> Iterator[Brute]:
-    """By `make_plan` of every setting, with this value of cluster.cuda_graphs."""
+    """Plans of every setting by `make_plan`, with this value of cluster.cuda_graphs."""
     config = with_words(config, (f"cluster.cuda_graphs={graphs}",))
     for setting in space.settings(config):
         with suppress(PentadError, ScheduleError):
             plan = make_plan(with_setting(config, setting), "cuda", proved=False)
-            if plan.zero == setting.zero:  # without anything to shard a plan has none
+            if plan.zero == setting.zero:  # plans with nothing to shard have stage 0
                 needed = max(each["total"] for each in memories(plan))
                 yield Brute(setting, simulated_seconds(plan), needed)
 
@@ -132,20 +132,20 @@ def test_the_search_finds_what_brute_force_finds(seed: int, held: str) -> None:
     needed = sorted(each.bytes for pair in pairs for each in set(pair))
     for share in (0.0, 0.02, 0.2, 0.5, 1.0):
         room = DeviceMemory(needed[int(share * (len(needed) - 1))] - (share == 0), "of a test")
-        # By default graphs are used where there is room for them.
+        # By default, CUDA graphs are used if there is room for them.
         plans, plans_over_nccl = ([a if a.bytes <= room.bytes else b for a, b in each] for each in (pairs, over_nccl))
         best = fastest(plans, room)
-        best = fastest(plans_over_nccl, room) | best  # only on meshes where nothing else fits
+        best = fastest(plans_over_nccl, room) | best  # NCCL: only on meshes where nothing else fits
         found = search_space(config, space, room)
         assert [each.seconds for each in found.choices] == pytest.approx(sorted(best.values())[:LISTED], rel=1e-8)
         assert found.refusals.keys() == set(space.meshes) - best.keys()
-        for mesh, refusal in found.refusals.items():  # what a mesh is said to need at least is not more than it needs
+        for mesh, refusal in found.refusals.items():  # stated minima are lower bounds
             least = [each.bytes for each in plans if each.setting.mesh == mesh]
             assert refusal.least_bytes <= min(least, default=math.inf)
 
 
 def fastest(plans: Sequence[Brute], room: DeviceMemory) -> dict[Mesh, float]:
-    """Seconds of the fastest that fits, by mesh."""
+    """Mesh -> seconds of the fastest plan that fits."""
     best = dict[Mesh, float]()
     for each in plans:
         if each.bytes <= room.bytes:
@@ -154,7 +154,7 @@ def fastest(plans: Sequence[Brute], room: DeviceMemory) -> dict[Mesh, float]:
 
 
 def test_a_mesh_is_planned_over_nccl_only_where_no_slots_fit() -> None:
-    """Of a mesh that is given, and all it may recompute and shard; offloading would leave room for the slots."""
+    """The mesh and most options are given; among them offloading, which would leave room for the slots."""
     keys = "schedule.name", "schedule.microbatches", "zero.stage", "memory.unit_layers", "memory.offload_fraction"
     held = [*(f"mesh.{axis}" for axis in AXES), *keys]
     sizes = ("family=mixtral", "layers=2", "hidden=1024", "heads=16", "kv_heads=16", "ffn=1024", "vocab=4096")
@@ -202,7 +202,7 @@ def test_no_plan_takes_less_than_its_bounds(seed: int, shards: int | None, held:
 
 @pytest.mark.parametrize("name", ["zb-1p", "zb-2p", "v-half", "v-min"])
 def test_bounds_are_those_of_the_order_that_a_plan_has(name: str) -> None:
-    """Schedules plan with costs without CUDA graphs, which bounds of time allow: here they decide."""
+    """Schedules are planned with costs without CUDA graphs, although time bounds assume graphs: here it matters."""
     config = config_of(("layers=4", "hidden=256", "heads=4", "kv_heads=4", "ffn=768", "vocab=131072"), 16, 512)
     setting = Setting(Mesh(pp=2), 8, Order(name))
     plan, layout = plan_setting(config, setting, ()).plan, Work(config).layout_of(setting)
@@ -213,11 +213,11 @@ def test_bounds_are_those_of_the_order_that_a_plan_has(name: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_to_shard_or_gather_more_never_makes_a_step_faster(seed: int) -> None:
-    """So that the search plans it only where less does not fit; but ZeRO-3 that gathers in 8 bits sends less."""
+    """So the search plans it only if less does not fit. ZeRO-3 that gathers in 8 bits is apart, as it sends less."""
     config, space = case(seed)
     settings = [each for each in space.settings(config) if each.mesh.size > each.mesh.pp * each.mesh.tp]
     for setting in random.Random(seed).sample(settings, min(8, len(settings))):
-        rows: dict[bool, list[float]] = {False: [], True: []}  # by whether weights are gathered in 8 bits
+        rows: dict[bool, list[float]] = {False: [], True: []}  # key: weights are gathered in 8 bits
         for zero, gathered in ((1, None), (2, None), (3, 2**10), (3, 3), (3, 2)):
             with suppress(PentadError, ScheduleError):
                 changed = with_setting(config, setting._replace(zero=zero, max_gathered=gathered))
@@ -278,7 +278,7 @@ def test_tp_ranks_share_a_node_unless_allowed_to_span_several() -> None:
     ],
 )
 def test_a_search_takes_seconds(name: str, most: float) -> None:
-    """Of the processor. Others slow it down here, so twice as long is let pass; docs/parallelism.md has the figures."""
+    """CPU seconds. Other processes slow tests down, so twice as long may pass; docs/parallelism.md has the figures."""
     found = measure(CASES[name])
     assert found["meshes"] == LISTED and found["cpu_seconds"] < 2 * most
 
@@ -319,7 +319,7 @@ TINY = ("layers=4", "hidden=1024", "heads=16", "kv_heads=16", "ffn=4096", "vocab
 
 
 def two_plans() -> tuple[RunConfig, SearchResult]:
-    """Of a small model on two GPUs, whose hosts are not the limit: split by tensors, and in stages."""
+    """Plans of a small model on two GPUs, with tp=2 and with pp=2; the host is not the bottleneck."""
     config = config_of((*TINY, "hidden=4096", "ffn=16384"), 16, 2048, "data.holdout=0", "eval.every=0")
     settings = [Setting(mesh, 4, Order("1f1b")) for mesh in (Mesh(tp=2), Mesh(pp=2))]
     plans = sorted((plan_setting(config, each, ()) for each in settings), key=lambda each: each.seconds)
@@ -378,7 +378,7 @@ def test_only_schedules_of_the_catalogue_are_searched(pentad: Pentad) -> None:
 
 
 def test_an_order_that_deadlocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are not proven before they are listed: a simulation may find it."""
+    """Plans are proven only once listed, so a simulation may find the deadlock first."""
     config = config_of(("layers=4", "hidden=64", "heads=4", "kv_heads=2", "ffn=128", "vocab=512"), 16, 64)
     space = replace(space_of(config, 4), meshes=(Mesh(pp=4),), microbatches=(8,), orders=(Order("1f1b"),))
     assert search_space(config, space, H200).choices

@@ -1,4 +1,4 @@
-"""ZeRO over the ranks of one host, where all that hold the same parameters are on several."""
+"""ZeRO within each host, if the ranks with the same parameters are on several."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def space_on_two_hosts(config: RunConfig) -> Space:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", [(), tuple(f"model.{each}" for each in EXPERTS)])
 def test_the_search_finds_what_brute_force_finds_on_two_hosts(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """And that groups are worth it where a GPU has 50 Gbit/s to other hosts."""
+    """Groups are worth it if a GPU has 50 Gbit/s to other hosts."""
     slow = replace(rates_of("cuda", GPU), inter_host=Links.uniform(60e-6, 50 / 8 * 1e9))
     path = tmp_path / "slow.json"
     write_table(RateTable(version=4, gpu=GPU, measured="2026-11-30", ranks=(2, 2), assumed=(), rates=slow), path)

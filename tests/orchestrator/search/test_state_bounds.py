@@ -1,5 +1,5 @@
-"""Where no mesh holds the state of its ranks the search ends at once, and says what each needs at least: nearly all of
-it."""
+"""If the state fits on no mesh, the search ends at once and says what each mesh needs at least, which is nearly all
+that it needs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_order_is_made_where_no_mesh_holds_its_state(monkeypatch: pytest.Monk
     ("mesh", "zero"), [(Mesh(dp=2, tp=4), 3), (Mesh(cp=4, tp=2), 3), (Mesh(pp=2, tp=4), 0), (Mesh(dp=4, tp=2), 1)]
 )
 def test_bounds_count_slots_tables_and_gathered_units(mesh: Mesh, zero: int, reduce: str) -> None:
-    """Of units of a layer between a large embedding and a large head, and of ranks that exchange rows and gradients."""
+    """With one-layer units between a large embedding and head, and ranks that exchange rows and gradients."""
     sizes = ["layers=16", "hidden=4096", "heads=32", "kv_heads=8", "ffn=14336", "vocab=128256"]
     config = load(None, [*(f"model.{each}" for each in sizes), *WORDS, f"precision.reduce={reduce}"])
     setting = Setting(mesh, 16, Order("1f1b"), zero, unit_layers=1)
@@ -64,7 +64,7 @@ def test_bounds_count_slots_tables_and_gathered_units(mesh: Mesh, zero: int, red
 def test_larger_microbatches_need_no_less_memory_in_any_order(
     mesh: Mesh, order: Order, saving: tuple[str, float]
 ) -> None:
-    """So a search need not look at them where smaller ones do not fit."""
+    """So a search need not consider them if smaller ones do not fit."""
     sizes = ["layers=16", "hidden=1024", "heads=8", "kv_heads=8", "ffn=4096", "vocab=32000"]
     experts = ["family=mixtral", "experts.num_experts=8", "experts.top_k=2", "experts.intermediate_size=1024"]
     sizes += experts * (mesh.ep > 1)

@@ -1,4 +1,4 @@
-"""Messages inside layers in simulated timelines take what the costs of their instructions have for them."""
+"""Messages inside layers take as long in simulated timelines as in the costs of their instructions."""
 
 from __future__ import annotations
 

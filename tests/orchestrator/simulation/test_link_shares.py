@@ -1,4 +1,4 @@
-"""How busy operations of plans keep links, and the bands of their steps."""
+"""How busy the operations of plans keep links, and the bands of their step times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_tensor_ranks_use_the_links_of_their_host_and_replicas_on_others_those_b
 
 
 def test_collectives_between_hosts_use_the_links_on_hosts_too() -> None:
-    """Of dp16 on two hosts: eight ranks of a host send at 8 x 40 GB/s together, and pass that on at 330 GB/s."""
+    """With dp16 on two hosts, the eight ranks of a host send 8 x 40 GB/s to the other one, and pass this on within the
+    host at 330 GB/s."""
     planned = plan_of("mesh.tp=1", "mesh.dp=16", "zero.stage=1", "schedule.microbatches=4")
     on_host, between = link_shares(planned, costs_of(planned)).by_stage[Op.REDUCE_SCATTER][0]
     assert (on_host, between) == pytest.approx((320 / 330, 1.0))
@@ -109,8 +110,8 @@ def test_draws_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("number", range(3))
 def test_measured_steps_deviate_no_more_than_predicted(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one pair of GPUs, whose own difference is in all of its steps. W of the embedding filled a gradient of all its
-    rows then."""
+    """The runs are of one pair of GPUs, which differ in the same way in all steps, and of a time when W of the
+    embedding filled a dense gradient."""
 
     def of_all_rows(model: ModelSpec, piece: Piece, rates: Rates) -> float:
         return 12 * model.vocab * model.hidden / piece.mesh.tp / rates.memory

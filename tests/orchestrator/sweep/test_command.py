@@ -1,4 +1,4 @@
-"""`pentad sweep`: what it prints of trials that end in every way, and what it exits with."""
+"""`pentad sweep`: what it prints about trials that end in every way, and its exit status."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ print("{}")
 
 @pytest.fixture
 def trial_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What a trial's process runs, to be written."""
+    """The path of the module that trials' processes run, which tests write."""
     monkeypatch.setattr(running, "PROCESS", "stub_trial")
     monkeypatch.setattr(running, "HEAD_SECONDS", 0.1)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -144,7 +144,7 @@ def test_the_process_of_a_trial_answers_in_one_line(
 
 
 def test_on_a_cluster_trials_share_what_is_free_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray chooses among devices of the kind that the cluster has, so they get no names."""
+    """Devices get no names, since Ray chooses among those of the cluster's kind."""
     resources = {"CPU": 8.0, "GPU": 3.0}
     monkeypatch.setattr(ray, "available_resources", lambda: resources)
     for device, count in (("cuda", 3), ("cpu", 8)):

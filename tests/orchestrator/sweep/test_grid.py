@@ -1,4 +1,4 @@
-"""The points of a grid, and which of them are no trials."""
+"""The points of a grid, and which of them are not trials."""
 
 from __future__ import annotations
 

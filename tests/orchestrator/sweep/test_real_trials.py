@@ -30,7 +30,7 @@ TINY = (
 
 
 class Fault(RunningTrial):
-    """Sends a signal to rank 1, or else to the driver, which is over its deadline soon, once they have done a step."""
+    """After the first step, sends a signal to rank 1, or to the driver, whose deadline then passes soon."""
 
     number: int = 0
     of_driver = False
@@ -62,7 +62,7 @@ def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eig
 
     def report(progress: SweepProgress) -> None:
         seen.append(progress)
-        with suppress(AssertionError):  # no trial has a file yet
+        with suppress(AssertionError):  # no trial has written a file yet
             found.record()
 
     rows = sweep(trials, FreeDevices("cpu", list("012345"), 6), tmp_path, "Sweep", 400.0, report, start=start).rows

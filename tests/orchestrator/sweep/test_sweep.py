@@ -1,4 +1,4 @@
-"""Trials beside each other, a row for each, whatever happens; a sweep that was interrupted continues."""
+"""Concurrent trials, with a row for each whatever happens; a sweep that was interrupted continues."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trial(number: int, ranks: int = 1, *, pruned: bool = False) -> Trial:
 
 
 class StubTrials:
-    """Starts trials that last this many polls; `at` is the trial at whose start the sweep is interrupted."""
+    """Starts trials that last this many polls; starting the trial `at` interrupts the sweep."""
 
     def __init__(self, polls: int = 1, at: str = "", outcome: str = "measured") -> None:
         self.polls, self.at, self.outcome = polls, at, outcome

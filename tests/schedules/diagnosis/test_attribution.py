@@ -1,4 +1,4 @@
-"""The parts of a step add up to its time on every rank, and a cause saves what a simulation without it takes less."""
+"""The parts of a step add up to its time on every rank; removing a cause saves as much time as in a simulation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def sums(steps: tuple[RankStep, ...], part: str) -> int:
 
 
 def jittered(timeline: Timeline, seed: int) -> Timeline:
-    """Every span a little later and longer than it was, as if measured by clocks that disagree."""
+    """Every span a little later and longer, as if measured by clocks that disagree."""
     draw = random.Random(seed)
     spans = []
     for span in timeline.spans:
@@ -164,8 +164,8 @@ def test_a_replay_takes_as_long_as_the_step_and_less_without_a_cause(name: str, 
 
 
 def slow_replica(program: Program, mesh: Mesh, costs: Costs) -> tuple[Timeline, float]:
-    """A step whose last rank takes 1.6 times as long, and the seconds that its replica is late at the end, where the
-    other one waits for it."""
+    """A step whose last rank takes 1.6 times as long, and the seconds that the other replica waits for this rank's
+    replica at the end."""
     slow = replace(costs, slowdown=(1.0, 1.6))
     quick, long = (simulate(program, each).spans for each in (costs, slow))
     of_replica = [to_mesh_ranks(Timeline("measured", spans), mesh).spans for spans in (quick, long)]

@@ -1,4 +1,4 @@
-"""The costs of a pipeline come back from the times of its ranks."""
+"""The costs of a pipeline are recovered from the times of its ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pentad.schedules.spec.mesh import Mesh
 
 
 def times(program: Program, mesh: Mesh, costs: Costs, slow: dict[int, float]) -> tuple[RankTime, ...]:
-    """Of a step in which the pipelines do not wait for each other; ranks take that many times as long."""
+    """Rank times of a step whose pipelines do not wait for each other. `slow` maps ranks to slowdown factors."""
     found = times_of_step(program, Mesh(pp=mesh.pp), simulate(program, costs).spans, ())
     return tuple(
         each._replace(rank=rank, seconds=each.seconds * slow.get(rank, 1.0))

@@ -1,4 +1,4 @@
-"""Slow ranks and links are named within ten steps, and no rank is in a long quiet run with noise."""
+"""Slow ranks and links are named within ten steps, and no rank is named in a long run with mere noise."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MESHES = {
     "pp4": Mesh(pp=4),
     "tp2cp2pp2": Mesh(tp=2, cp=2, pp=2),
 }
-FIRST = WARM_UP + BASELINE + 12  # the first step of what is injected
+FIRST = WARM_UP + BASELINE + 12  # the first step with an injected fault
 WITHIN = 10
 OPS = {"F": 1.0, "BW": 2.0}
 
 
 class Noise:
-    """Steps of all ranks: lognormal jitter of each rank and of all together, and rare outliers that take far longer."""
+    """Times of all ranks with lognormal jitter, both per rank and common to all, and rare, much slower outliers."""
 
     def __init__(self, mesh: Mesh, seed: int, jitter: float) -> None:
         self.mesh, self.draw, self.jitter = mesh, random.Random(seed), jitter
@@ -63,7 +63,7 @@ class Noise:
 
 
 def run(mesh: Mesh, steps: int, seed: int, jitter: float, **injected: float) -> Iterator[SlowRank]:
-    """What is found in a run in which the last rank's compute, data or link is slower from step FIRST on."""
+    """What is found in a run whose last rank has slower compute, data or links from step FIRST on."""
     noise = Noise(mesh, seed, jitter)
     watch, last = SlowRanks(noise.program, mesh), mesh.size - 1
     for step in range(steps):
@@ -106,13 +106,13 @@ def test_what_is_slow_is_named_within_ten_steps(mesh: str, seed: int, kind: str,
 
 
 def starved_by_a_third(times: list[RankTime], rank: int) -> list[RankTime]:
-    """For a third of its compute this rank had no core."""
+    """The times, with this rank waiting for a CPU core during a third of its compute."""
     return [e._replace(starved=e.seconds / 3) if e.rank == rank and e.op in OPS else e for e in times]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_rank_whose_core_others_use_is_starved_and_not_slow(mesh: str) -> None:
-    """Its instructions take 1.5 times as long, its host issues late, and so do its loader and transfers."""
+    """Its instructions take 1.5 times as long, and its loader and transfers are late, too."""
     noise, last = Noise(MESHES[mesh], 0, 0.02), MESHES[mesh].size - 1
     watch, changes = SlowRanks(noise.program, noise.mesh), list[SlowRank]()
     for step in range(FIRST + 60):

@@ -1,4 +1,4 @@
-"""The critical path of a step by its times: it adds up to the step, and shows a pause where there was one."""
+"""The critical path of a step, from its times: it adds up to the step, and shows a pause where there was one."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def step_of(
 
 
 def paused(timeline: Timeline, moment: float, length: float) -> Timeline:
-    """The timeline on another clock, on which nothing starts for so long from a moment on, and what runs then takes
-    that much longer."""
+    """The timeline on another clock, with a pause of `length` at `moment`: nothing starts during it, and what is
+    running takes that much longer."""
     before, after = moment - 1e-12, moment + 1e-12
     spans = (
         span._replace(
@@ -57,7 +57,7 @@ def paused(timeline: Timeline, moment: float, length: float) -> Timeline:
 
 
 def jittered(timeline: Timeline, seed: int) -> Timeline:
-    """Spans are longer, and those that move data earlier or later, by random times."""
+    """Every span is longer by a random time; spans that move data are also shifted by one, earlier or later."""
     drawn = random.Random(seed)
     spans = list[Span]()
     for span in timeline.spans:
@@ -94,7 +94,7 @@ def test_the_pieces_follow_each_other_from_the_first_start_to_the_last_end(
 def test_a_simulated_step_has_the_critical_path_of_its_costs(
     name: str, axes: dict[str, int], memory: MemoryOptions
 ) -> None:
-    """As long, and without a moment at which nothing ran."""
+    """It is as long, and has no moment at which nothing ran."""
     program, mesh, costs, timeline = step_of(name, axes, memory)
     path = found(program, mesh, timeline)
     assert sum(piece.end - piece.start for piece in path if piece.kind == HOST) <= len(path)
@@ -113,8 +113,8 @@ def test_post_validation_leads_back_along_the_chain_of_norms(name: str) -> None:
 def test_a_pause_between_instructions_is_a_piece_of_the_host(
     name: str, axes: dict[str, int], memory: MemoryOptions
 ) -> None:
-    """A pause at the moment at which one instruction of the path ends and the next one starts lengthens the step by
-    itself, and nothing else that the path is made of."""
+    """A pause between two instructions of the path lengthens the step by its own length, and no other piece of the
+    path."""
     program, mesh, _, timeline = step_of(name, axes, memory)
     path = found(program, mesh, timeline)
     at = next(piece for piece in path[len(path) // 2 :] if piece.kind == "compute")
@@ -127,7 +127,7 @@ def test_a_pause_between_instructions_is_a_piece_of_the_host(
 
 def test_a_step_of_another_program_or_order_has_no_path() -> None:
     program, mesh, costs, timeline = step_of("1f1b", {"dp": 2}, MemoryOptions())
-    assert step_paths(compiled("1f1b", 4, 6, replicas=2), mesh, timeline) == {}  # of a ramp
+    assert step_paths(compiled("1f1b", 4, 6, replicas=2), mesh, timeline) == {}  # as in a batch ramp
     assert step_paths(compiled("gpipe", 4, 8, replicas=2), mesh, timeline) == {}  # the same instructions
     assert step_paths(program, mesh, Timeline("measured", timeline.spans[1:])) == {}
     other = to_mesh_ranks(simulate(compiled("1f1b", 4, 10, replicas=2), costs), mesh)

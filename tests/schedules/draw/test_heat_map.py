@@ -1,4 +1,4 @@
-"""Which ranks a heat map names, and of how many it shows."""
+"""Which ranks a heat map names, and that it says how many it leaves out."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ const type = (text) => {
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """The tab in which all pages open, one after the other: a browser takes longer to start than a page to open."""
+    """The tab in which all pages open in turn: starting a browser takes longer than opening a page."""
     with browser(tmp_path_factory.mktemp("browser")) as made:
         yield made
 

@@ -76,7 +76,7 @@ def test_the_first_halves_of_overlapped_pairs_are_marked() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_memory_is_that_of_the_saved_activations(name: str) -> None:
-    """At the times of the timeline, in the order of the program where they are equal."""
+    """At the times of the timeline; changes at the same time come in program order."""
     schedule = simulated_program(name)
     data = payload(page_of(schedule, limit=5.5))
     found = data["programs"][0]["memory"]

@@ -20,14 +20,14 @@ def windows(losses: list[float | None], tokens: int = 30) -> tuple[Window, ...]:
 
 
 def drawn(text: str, name: str) -> list[list[tuple[float, float]]]:
-    """The points of the paths of a class, in pixels: a list for each M."""
+    """The points of all SVG paths of a class, in pixels: one list per M command."""
     paths = [e.get("d", "") for e in ElementTree.fromstring(text).iter(f"{SVG}path") if e.get("class") == name]
     parts = [part for path in paths for part in re.findall(r"M([^M]*)", path)]
     return [[(float(x), float(y)) for x, y in (point.split() for point in part.split("L"))] for part in parts]
 
 
 def numbers(text: str, name: str) -> dict[float, float]:
-    """Position (y of losses, x of steps) by the number of a tick."""
+    """Tick label, as a number -> its position: y of losses, x of steps."""
     ticks = [e for e in ElementTree.fromstring(text).iter(f"{SVG}text") if e.get("class") == f"soft {name}"]
     axis = "y" if name == "end" else "x"
     return {float((e.text or "").replace(",", "")): float(e.get(axis, 0)) for e in ticks if e.text != "optimizer steps"}
@@ -82,7 +82,7 @@ def test_the_strip_has_the_shares_of_the_tokens_and_changes_are_marked() -> None
     )
     top = float(upper.split("V")[1].split("H")[0])
     border = [float(y) - top for y in re.findall(r"V([\d.]+)", upper)[2:]]
-    assert border == [40.0, 30.0]  # from right to left: all tokens are of `a`, then three of four
+    assert border == [40.0, 30.0]  # from right to left: all tokens come from `a`, then three quarters
     assert f"V{top + 30:.1f}" in lower
     (mark,) = (e.get("d", "") for e in ElementTree.fromstring(text).iter(f"{SVG}path") if e.get("class") == "change")
     assert float(mark[1:].split()[0]) == pytest.approx(place(numbers(text, "middle"), 5), abs=0.11)

@@ -1,4 +1,4 @@
-"""Ops and chunks have colours that can be told apart, also by colour-blind readers, on light and on dark pages."""
+"""Ops and chunks have colours that even colour-blind readers can tell apart, on light and on dark pages."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_every_send_has_an_arrow_to_its_receive(loaded: Loaded) -> None:
 
 
 def test_spans_that_touch_do_not_overlap(tmp_path: Path) -> None:
-    """Nanoseconds become decimal microseconds and nanoseconds again: none may be lost."""
+    """Nanoseconds are converted to decimal microseconds and back without loss."""
     ends = [0]
     for number in range(5000):
         ends.append(ends[-1] + 300 + (number * 7919_003) % 2_000_003)

@@ -23,8 +23,8 @@ def events_of(tmp_path: Path, *timelines: Timeline, names: dict[int, str] | None
 
 
 def bound(events: list[dict]) -> dict[int, list[str]]:
-    """Arrow -> names of the slices it binds to, as viewers do it: to the last slice of the thread that has started, in
-    file order if times are equal, and that has not ended."""
+    """Arrow -> names of the slices it binds to. Viewers bind it to the slice of its thread that started last (at equal
+    times, the last in the file) and has not ended."""
     last: dict[int, dict] = {}
     found: dict[int, list[str]] = defaultdict(list)
     for event in sorted((e for e in events if e["ph"] != "M"), key=lambda event: event["ts"]):
@@ -128,7 +128,7 @@ def test_an_incomplete_recording_still_opens(tmp_path: Path) -> None:
 
 
 def test_a_profile_is_below_the_lanes_of_its_rank_on_their_clock(tmp_path: Path) -> None:
-    """Slices of a thread nest, and no two threads have one number."""
+    """Slices of a thread nest, and no two threads share a number."""
     spans = tuple(s._replace(start=s.start + 5e5, end=s.end + 5e5) for s in simulated("dualpipe").spans)
     profiles = {rank: profile_events([s for s in spans if s.rank == rank], kernels=True) for rank in (1, 2)}
     path = tmp_path / "trace.json.gz"

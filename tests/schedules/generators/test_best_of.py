@@ -1,4 +1,4 @@
-"""The best candidate is the one that completing all of them finds, and no bound exceeds what its candidate takes."""
+"""The candidate chosen is the one that completing all would choose, and no bound exceeds the time of its candidate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODULES = {"v-min": v_blocks, "v-half": v_blocks, "zb-1p": zb_auto, "zb-2p": zb_
 
 @st.composite
 def costs_of(draw: st.DrawFn, stages: int) -> Costs:
-    """Small integers, at which candidates often take equally long, or any numbers."""
+    """Small integers, with which candidates often tie, or any numbers."""
     each = draw(st.sampled_from([st.integers(1, 3).map(float), st.floats(0.01, 10)]))
     of_stages = st.tuples(*[each] * stages)
     return Costs(draw(of_stages), draw(of_stages), draw(of_stages), transfer=draw(st.sampled_from([0.0, 0.3, 1.0])))
@@ -63,7 +63,7 @@ def test_the_best_is_the_one_that_completing_all_candidates_finds(name: str, dat
 
 
 def each_greedy_one_alone(begin: Callable[[], Pipeline], *, extra_warm_up: bool) -> Iterator[Candidate[Pipeline]]:
-    """The greedy candidates, none of which shares a run with another one."""
+    """The greedy candidates, each with a run of its own."""
     for options in product((False, True), repeat=2):
         yield alone(Run(begin(), partial(run_greedy, options=GreedyOptions(extra_warm_up, *options))))
 

@@ -1,4 +1,4 @@
-"""Evaluations run every forward once, where training runs it, and are proven like any other program."""
+"""Evaluations run every forward once, on the rank that runs it in training, and are proven like any other program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOSS = Key(Op.LOSS, -1, -1)
 @settings(max_examples=6)
 @given(data=st.data(), zero=st.sampled_from([0, 1, 3]), gated=st.booleans())
 def test_every_schedule_has_a_proven_evaluation(name: str, data: st.DataObject, zero: int, gated: bool) -> None:
-    """It lasts no longer than the forwards of its busiest rank and one way through the stages."""
+    """It takes no longer than the forwards of the busiest rank plus one pass through the stages."""
     trained = data.draw(programs(name, 6, 12))
     program = compile_forward_only(trained, gated=gated, memory_options=MemoryOptions(zero=zero))
     assert program.compute_rank == trained.compute_rank and program.placement == trained.placement
@@ -53,7 +53,7 @@ def test_a_forward_only_program_survives_arrow_and_differs_from_the_same_streams
 
 
 def changed(program: Program, rank: int, index: int, *instructions: Instruction) -> Program:
-    """With the action at `index` (negative: from the end) replaced by these."""
+    """The program with a rank's action at `index` (negative: from the end) replaced by these."""
     streams = [list(stream) for stream in program.streams]
     streams[rank][index : index + 1 or None] = instructions
     return program.with_streams(tuple(map(tuple, streams)))

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - grids are wide
-"""Schedules match the papers: their grids, their memory, their sizes."""
+"""Schedules match the papers in their grids, memory and sizes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FACTS = {
     "zb-v": (25.5, 24, [4, 4, 4, 4]),
     "dualpipe": (26, 26, [5, 5, 5, 5]),
 }
-RATES = {  # bubble by makespan and by longest
+RATES = {  # bubbles, relative to makespan and to longest
     "gpipe": (0.2727, 0.2727),
     "1f1b": (0.2727, 0.2727),
     "zb-h1": (0.1111, 0.1111),
@@ -85,8 +85,8 @@ def test_times_and_memory_match_the_papers(name: str) -> None:
 
 @given(st.integers(1, 9), st.integers(1, 24))
 def test_peak_activations_follow_the_formulas(p: int, m: int) -> None:
-    """In microbatches, for any p and m: GPipe m; 1F1B p-r on rank r; ZB-H1 p-r full ones and r halves, of which only W
-    is left; ZB-H2 2(p-r)-1 and 2r. Never more than there are microbatches."""
+    """In microbatches on rank r: GPipe m; 1F1B p-r; ZB-H1 p-r, and r of which only the half for W is left; ZB-H2
+    2(p-r)-1, and 2r such halves. Never more than m."""
     ranks = range(p)
     assert peak_activations(generate("gpipe", p, m)) == [m] * p
     assert peak_activations(generate("1f1b", p, m)) == [min(p - r, m) for r in ranks]
@@ -108,8 +108,8 @@ def test_dualpipe_saves_one_microbatch_more_than_there_are_ranks(half: int, more
 @pytest.mark.parametrize("name", CATALOGUE)
 @given(data=st.data())
 def test_every_microbatch_goes_once_through_every_stage_in_order(name: str, data: st.DataObject) -> None:
-    """F, then B, then W (or F, then BW), each op in microbatch order per rank and stage; the slices of a microbatch go
-    backward from the last to the first."""
+    """F, then B, then W (or F, then BW), each op in microbatch order per rank and stage; backwards of a microbatch's
+    slices go from the last to the first."""
     program = data.draw(programs(name))
     seen = []
     for rank, stream in enumerate(program.streams):
@@ -139,7 +139,7 @@ def test_dualpipe_overlaps_a_forward_with_a_backward_of_the_other_direction(half
     for rank, stream in enumerate(program.streams):
         pairs = [action for action in stream if isinstance(action, Overlap)]
         near = min(rank, p - 1 - rank)
-        # Step 4 has two pairs a round but for the first pair of the two middle ranks, step 5 has one a round.
+        # Step 4 has two pairs a round, except that the two middle ranks lack the first; step 5 has one a round.
         assert len(pairs) == 2 * (m // 2 - p + near + 1) - (near == half - 1) + (half - near - 1)
         assert all((pair.forward.microbatch < m // 2) != (pair.backward.microbatch < m // 2) for pair in pairs)
         assert all(pair.forward.stage + pair.backward.stage == p - 1 for pair in pairs)

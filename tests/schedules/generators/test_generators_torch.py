@@ -23,7 +23,7 @@ Order = list[list[tuple[int, str, int]]]  # by rank: stage, torch's letter, micr
 
 @pytest.fixture(scope="module", autouse=True)
 def one_mocked_stage() -> Iterator[None]:
-    """For all of torch's schedules: to mock the class again for each takes longer than the schedule."""
+    """Mocks the stage class once for all of torch's schedules: mocking it takes longer than building a schedule."""
     with mock.patch.object(mock, "create_autospec", cache(mock.create_autospec)):
         yield
 
@@ -35,7 +35,7 @@ def compute_of(actions: Any) -> list[tuple[int, str, int]]:
 
 
 def ours(name: str, ranks: int, microbatches: int, **asked: int) -> Order:
-    """As torch reads it from our CSV."""
+    """Our compute order, as torch reads it from our CSV."""
     rows = torch_csv(generate(name, ranks, microbatches, ScheduleOptions(**asked))).splitlines()
     return [compute_of(_Action.from_str(cell) for cell in row.split(",")) for row in rows]
 
@@ -47,7 +47,7 @@ def test_gpipe_is_torch_s(ranks: int, microbatches: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
 def test_1f1b_is_torch_s_except_for_labels_on_the_last_rank(ranks: int, microbatches: int) -> None:
-    """torch 2.13 lists F1 to Fm on the last rank, which runs F0 to F(m-1) correctly."""
+    """torch 2.13 lists F1 to Fm for the last rank, which correctly runs F0 to F(m-1)."""
     order = [*map(compute_of, get_schedule_ops("1F1B", ranks, microbatches))]
     off = min(mb for _, kind, mb in order[-1] if kind == "F")
     order[-1] = [(stage, kind, mb - off * (kind == "F")) for stage, kind, mb in order[-1]]
@@ -71,7 +71,7 @@ def test_zb_v_is_torch_s(ranks: int, rounds: int) -> None:
 
 
 def torch_group(ranks: int, microbatches: int) -> int:
-    """The microbatches of one of torch's groups; 0 for sizes that torch refuses."""
+    """Microbatches per group in torch; 0 for sizes that torch refuses."""
     group, rest = divmod(microbatches, max(1, microbatches // ranks))
     return 0 if rest else group
 

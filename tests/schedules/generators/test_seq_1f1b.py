@@ -1,4 +1,4 @@
-"""Seq1F1B (arXiv 2406.03488): order, memory and bubble; and what sequence slices change for every program."""
+"""Seq1F1B (arXiv 2406.03488): order, memory and bubble; and what sequence slices change in any program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ at_sizes = pytest.mark.parametrize(
 
 
 def sliced(ranks: int, microbatches: int, slices: int, *, split: bool = False) -> Program:
-    """`split` makes each backward a B and a W."""
+    """The order of Seq1F1B; `split` splits each BW into B and W."""
     order = generate("seq-1f1b", ranks, microbatches, ScheduleOptions(slices=slices))
     if not split:
         return order
@@ -46,7 +46,7 @@ def lowered(ranks: int, microbatches: int, slices: int, *, gated: bool = False, 
 
 
 def makespan(program: Program, f: float, bw: float) -> float:
-    """With a forward of f and a backward of bw per microbatch and rank."""
+    """Of a compute order, with costs f of F and bw of BW per microbatch and rank."""
     costs = Costs.uniform(program.stages, f, bw / 2, bw / 2, slices=program.slices)
     return max(spans[-1][1] for spans in compute_times(program, costs))
 

@@ -77,7 +77,7 @@ def test_torch_loads_and_lowers_ours_and_we_read_its_lowered_form(tmp_path: Path
 
 @pytest.mark.parametrize("style", ["compute_only", "compute_comms"])
 def test_torch_s_own_pairs_are_read(tmp_path: Path, style: Any) -> None:
-    """torch's DualPipeV, which overlaps."""
+    """torch's DualPipeV, which overlaps forwards and backwards."""
     schedule = ScheduleDualPipeV([lone_stage(4, 8), lone_stage(4, 8)], 8)
     schedule._dump_csv(str(tmp_path / "order.csv"), style)
     program = read(tmp_path / "order.csv")

@@ -1,4 +1,4 @@
-"""A user's file is executed anew each time and left alone; its failures are reported with the line."""
+"""A user's file is executed anew each time and not modified; its failures are reported with the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""V-Half and V-Min keep to their memory limits and idle no longer than the published method."""
+"""V-Half and V-Min respect their memory limits and idle no longer than the published method."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_at_unequal_costs_the_bubble_is_below_the_published_one(name: str, rate:
 
 
 def squeezed(name: str, p: int, m: int) -> Program:
-    """The paper's block by its offsets, every W in the first free slot."""
+    """The paper's building block, from its offsets, with every W in the first free slot."""
     streams = []
     for r in range(p):
         if name == "v-half":

@@ -58,7 +58,7 @@ def program(streams: Streams, microbatches: int) -> Program:
 
 
 def spans(streams: Streams, microbatches: int, costs: Costs) -> tuple[float, float]:
-    """Longest and makespan."""
+    """The longest and the makespan of an order."""
     times = compute_times(program(streams, microbatches), costs)
     return max(rank[-1][1] - rank[0][0] for rank in times), max(rank[-1][1] for rank in times)
 
@@ -139,7 +139,7 @@ def test_a_given_limit_replaces_the_default() -> None:
 
 
 def test_the_unit_of_the_costs_does_not_matter() -> None:
-    """Sums that should be equal may differ in the last bit, which must not decide anything."""
+    """Sums that should be equal may differ in the last bit, which must not affect the order."""
     orders = {
         zb_2p(ScheduleSpec(8, 64, costs=Costs.uniform(8, 18.546 * s, 18.097 * s, 9.321 * s, transfer=0.762 * s)))
         for s in (1, 1e-3, 1e3)

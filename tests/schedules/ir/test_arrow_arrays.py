@@ -1,4 +1,4 @@
-"""Arrow arrays that are made from buffers, compared with pyarrow's own way."""
+"""Arrow arrays built from buffers equal those that pyarrow builds."""
 
 from __future__ import annotations
 

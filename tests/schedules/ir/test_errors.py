@@ -1,4 +1,4 @@
-"""Sentences of errors."""
+"""Texts of errors."""
 
 from __future__ import annotations
 

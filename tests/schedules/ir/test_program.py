@@ -194,7 +194,7 @@ def test_a_table_without_its_metadata_is_refused(key: str) -> None:
 def test_numbers_that_the_instructions_do_not_bear_out_are_refused(
     tmp_path: Path, meta: dict[str, str], column: dict[str, int], fault: str
 ) -> None:
-    """What is allocated follows them."""
+    """Allocations rely on them."""
     table = table_with(**column)
     kept = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     path = tmp_path / "program.arrow"

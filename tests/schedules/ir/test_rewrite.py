@@ -1,4 +1,4 @@
-"""Inserted instructions are where they were put, and everything else is unchanged."""
+"""Inserted instructions are where they were inserted, and everything else is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The passes that save memory keep their promises in every program, and `check` refuses programs that break them."""
+"""The memory-saving passes keep their promises in every program, and `check` refuses programs that break them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def drop(program: Program, rank: int, key: Key) -> Program:
 
 
 def cases(sizes: list[Any]) -> list[Any]:
-    """Parameters that begin with a schedule and a size; the largest are slow, and large ones of similar schedules."""
+    """Test cases, each beginning with a schedule and a size. The largest are slow; so are large ones of schedules that
+    are not TYPICAL."""
 
     def is_slow(name: str, *size: Any) -> bool:
         return size[:2] == (4, 12) or (size[:2] == (4, 8) and name not in TYPICAL)
@@ -92,7 +93,8 @@ def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(nam
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), cases([*((*size, None) for size in SIZES), *CHUNKED]))
 def test_gradients_are_reduced_as_soon_as_all_holders_of_a_stage_are_done(name, p, m, chunks, zero):
-    """Once each, and in the same order on all ranks; with one holder per pipeline, right after the last W."""
+    """Once each, and in the same order on all ranks. Stages with one holder per pipeline are reduced right after their
+    last W."""
     program = compiled(name, p, m, MemoryOptions(zero=zero), chunks)
     order: set[tuple[int, int]] = set()
     for stream in program.streams:
@@ -198,7 +200,7 @@ def test_no_more_activations_are_resident_than_allowed(name, p, m, limit):
     plain = compiled(name, p, m, MemoryOptions())
     try:
         program = compiled(name, p, m, MemoryOptions(max_resident=limit))
-    except PentadError:  # B frees half of an activation; the half that W needs cannot be offloaded
+    except PentadError:  # B frees half of the activations; the half that W needs cannot be offloaded
         assert Op.W in {part.op for stream in plain.streams for part in instructions_of(stream)}
         return
     assert most_resident(program) == max(peak_activations(program)) <= limit
@@ -213,13 +215,13 @@ def test_no_more_activations_are_resident_than_allowed(name, p, m, limit):
 )
 @pytest.mark.parametrize(("name", "p", "m"), cases(SIZES))
 def test_units_go_to_the_host_beside_later_compute_and_come_back_in_time(name, p, m, units, prefetch):
-    """Each at most once, where both copies have as many compute actions between its forward and its backward."""
+    """Each at most once: those with enough compute actions between forward and backward for both copies."""
     stages = compile_program(name, p, m).stages
     every = frozenset(range(units * stages))
     options = MemoryOptions(offload=every, offload_prefetch=prefetch, units=(units,) * stages)
     program = compiled(name, p, m, options)
     for stream in program.streams:
-        number, place = -1, dict[Key, int]()  # of compute actions
+        number, place = -1, dict[Key, int]()  # the number of the latest compute action
         for action in stream:
             number += action.parts[0].op in COMPUTE
             place |= {part.key: number for part in action.parts}
@@ -231,14 +233,14 @@ def test_units_go_to_the_host_beside_later_compute_and_come_back_in_time(name, p
                 assert key[1:] in moved
             if key.op is Op.RELOAD:
                 backward = next(place[each] for op in (Op.B, Op.BW) if (each := Key(op, *key[1:])) in place)
-                assert backward - at == 1 + prefetch  # it goes before as many compute actions before its backward
+                assert backward - at == 1 + prefetch  # `prefetch` compute actions lie in between
     simulate(program, replace(Costs.uniform(program.stages), offload=(0.5,) * program.stages))
 
 
 @pytest.mark.parametrize("units", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), [*CHUNKED, ("interleaved-zb", 4, 8, 4), ("zb-v", 4, 8, 2)])
 def test_units_that_recompute_go_to_the_host_in_any_order_of_chunks(name, p, m, chunks, units):
-    """A W begins at its own place, however early its backward was recomputed."""
+    """A W runs at its own place, however early its unit was recomputed."""
     every = frozenset(range(units * p * chunks))
     options = MemoryOptions(recompute=every, offload=every, units=(units,) * p * chunks)
     program = compiled(name, p, m, options, chunks if "chunks" in CATALOGUE[name].accepts else None)
@@ -338,12 +340,12 @@ EVERY = MemoryOptions(zero=2, reduce="microbatch")
 @pytest.mark.parametrize("units", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(("name", "p", "m"), [size for size in SIZES if size[1] != 4])
 def test_every_microbatch_is_reduced_once_after_its_last_w(name: str, p: int, m: int, units: int) -> None:
-    """In two buffers, but where the slices of a microbatch make all units of a rank accumulate at once."""
+    """Two gradient buffers suffice, unless the slices of a microbatch make all units of a rank accumulate at once."""
     program = compiled(name, p, m, EVERY._replace(units=(units,) * compile_program(name, p, m).stages))
     for rank, stream in enumerate(program.streams):
         parts = list(instructions_of(stream))
         weights = [part for part in parts if part.op in (Op.W, Op.BW)]
-        first = {part.stage: part.microbatch // program.slices for part in reversed(weights)}  # of two mirrors, one's
+        first = {part.stage: part.microbatch // program.slices for part in reversed(weights)}  # mirrors run half
         last = {(part.stage, part.microbatch // program.slices - first[part.stage]): part.key for part in weights}
         reduced = [part for part in parts if part.op is Op.REDUCE_SCATTER]
         assert [part.key[1:] for part in reduced] == list(dict.fromkeys(part.key[1:] for part in reduced))

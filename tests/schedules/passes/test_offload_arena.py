@@ -1,4 +1,5 @@
-"""Slots of offloaded activations never overlap while both are in use, in little more memory than the most in use."""
+"""Slots of offloaded activations that are in use at the same time never overlap, and take little more memory than the
+peak in use."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def compiled(name: str, p: int, m: int, *, recompute: bool = False) -> Program:
 
 
 def lifetimes(program: Program, rank: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """From OFFLOAD to whatever waits for RELOAD, by cell."""
+    """(stage, microbatch) -> positions in the stream of its OFFLOAD and of what waits for its RELOAD."""
     position = {part.key: index for index, part in enumerate(instructions_of(program.streams[rank]))}
     reader = {
         key[1:]: index

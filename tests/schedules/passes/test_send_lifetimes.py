@@ -1,5 +1,5 @@
-"""A sent result is read by a copy until its receiver has it; only what comes after that in every order of events may
-take its memory."""
+"""A copy reads a sent result until its receiver has it; only what comes after that in every order of events may reuse
+its memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_sends_before_an_action_in_every_order_have_ended(name: str, gated: 
 
 
 def test_mirror_ranks_that_gather_say_nothing_of_each_other() -> None:
-    """Rank 1 gathers once it has what rank 0 sends, which gathers without waiting for it."""
+    """Rank 1 gathers after it has received from rank 0, but rank 0 may gather before the SEND has ended."""
     streams = (
         ("0F0", "0SEND_F0>1 after 0F0", "0ALL_GATHER0#stage0", "0F1 after 0ALL_GATHER0"),
         ("1RECV_F0<0@0", "0ALL_GATHER0#stage0 after 1RECV_F0"),

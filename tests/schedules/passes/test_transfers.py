@@ -99,8 +99,8 @@ SECONDS = st.floats(0.5, 2)
 def test_a_gated_receive_waits_for_its_sender_only_while_nothing_computes(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
-    """A waiting receive would take part of the GPU from compute. So from the moment that everything it waits for on its
-    own rank has ended until its transfer starts, that rank computes nothing."""
+    """A waiting receive would take part of the GPU from compute. So from the end of everything that it waits for on
+    its own rank until its transfer starts, that rank computes nothing."""
     each = st.tuples(*[SECONDS] * generate(name, ranks, microbatches).stages)
     costs = Costs(data.draw(each), data.draw(each), data.draw(each))
     program = compile_program(name, ranks, microbatches, costs=costs, gated=True)
@@ -116,8 +116,8 @@ def test_a_gated_receive_waits_for_its_sender_only_while_nothing_computes(
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "dualpipe"])
 def test_a_posted_receive_never_keeps_its_sender_waiting(name: str) -> None:
-    """By the costs it was compiled for, its slot is granted when the result is ready (of an overlapped pair: when both
-    results are)."""
+    """With the costs it was compiled for, its slot is granted by the time the result is ready (in an overlapped pair:
+    both results)."""
     costs = Costs.uniform(4, 1.0, 1.25, 0.75)
     program = compile_program(name, 4, 12, costs=costs)
     spans = {(span.rank, span.name): span for span in simulate(program, costs).spans}

@@ -1,4 +1,4 @@
-"""Stages cut into units: the same work in the same order, and every law of programs holds."""
+"""Stages split into units: the same work in the same order, and every law of programs holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = [name for name in CATALOGUE if name != "zb-auto"]
 
 
 def by_stage(program: Program) -> list[list[tuple[Op, int, int]]]:
-    """By rank, the work of an order with units, where consecutive units of a stage are one instruction."""
+    """(op, stage, microbatch) of each instruction of an order, by rank."""
     found = []
     for stream in program.streams:
         merged: list[tuple[Op, int, int]] = []
@@ -43,7 +43,7 @@ def test_every_unit_does_the_work_of_its_stage(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_of_units_are_proven_and_take_as_long(name: str) -> None:
-    """At equal costs of units without communication: cutting stages moves nothing."""
+    """With equal costs of units and free communication: splitting stages delays nothing."""
     split = compile_program(name, 2, 4, memory_options=MemoryOptions(units=(2,) * generate(name, 2, 4).stages))
     whole = compile_program(name, 2, 4)
     costs = Costs.uniform(split.stages, chunks=split.chunks, slices=split.slices)

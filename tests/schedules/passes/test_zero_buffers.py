@@ -1,4 +1,4 @@
-"""Weights and gradients that are in use at once never share memory, whatever the sizes of their stages."""
+"""Weights and gradients in use at the same time never share memory, whatever the sizes of their stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compiled(name: str, ranks: int, units: tuple[int, ...], sizes: list[int], ga
 @settings(max_examples=6)
 @given(sizes=SIZES)
 def test_gathered_weights_never_share_elements(name, ranks, units, gathered, sizes: list[int]) -> None:
-    """And the pool is at most twice what is gathered at once."""
+    """And the pool is at most twice as large as the most weights gathered at once."""
     program = compiled(name, ranks, units, sizes, gathered)
     for rank, stream in enumerate(program.streams):
         pool = weight_pool(program, rank, sharded_stages(program, rank))

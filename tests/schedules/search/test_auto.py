@@ -22,7 +22,7 @@ from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 COSTS = st.tuples(st.floats(0.5, 2), st.floats(0.5, 2), st.floats(0.2, 2), st.floats(0, 0.3))
-LITTLE = 60_000  # effort of a search in tests
+LITTLE = 60_000  # search effort in tests
 QUICK = [case for case in CASES if case.ranks * case.microbatches <= 64]
 
 
@@ -32,7 +32,7 @@ def costs_of(each: tuple[float, float, float, float]):
 
 
 def uneven(placed: Program) -> Costs:
-    """An LM head that costs half as much as a rank, and a slow rank."""
+    """Costs with an LM head half as expensive as a rank's layers, and with a slow rank."""
     f = [1 / placed.chunks] * placed.stages
     f[-1] += 0.5
     slowdown = (1.0,) * (placed.ranks - 1) + (1.25,)
@@ -85,7 +85,7 @@ def test_zb_h1_and_zb_v_meet_the_bounds_of_their_placements(name, bound):
 
 
 def test_zb_h1_is_the_fastest_in_the_memory_of_1f1b():
-    """p=4, m=8, a transfer 0.1: with four microbatches a rank no order of one stage a rank is faster."""
+    """p=4, m=8, transfer 0.1: with four microbatches in memory, no order of one stage per rank is faster."""
     costs = Costs.uniform(4, transfer=0.1)
     program = generate("zb-1p", 4, 8, NO_OPTIONS, costs)
     bound = lower_bound(program, costs, 4.0)
@@ -125,7 +125,7 @@ def test_a_searched_order_compiles_and_is_saved_like_any_other(limit, gated):
 
 
 def test_orders_that_hold_parameters_twice_have_to_gain_what_updating_them_takes():
-    """DualPipe is the fastest here, p=4, m=16 with a costly head, while updates are free."""
+    """DualPipe is the fastest here (p=4, m=16, a costly head) only if optimizer updates are free."""
 
     def best(step: float) -> Candidate:
         def of(placed: Program) -> Costs:

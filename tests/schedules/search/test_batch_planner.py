@@ -1,4 +1,4 @@
-"""Plans of a batch hold every sequence once, near the best that an exhaustive search finds."""
+"""Plans of a batch hold every sequence once and are near the best that an exhaustive search finds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_every_sequence_is_in_one_microbatch_and_similar_ones_follow_each_other(
 
 @given(seconds=st.lists(st.floats(0.1, 10.0), min_size=8, max_size=8))
 def test_a_plan_is_within_the_bound_of_the_method_of_the_best(seconds: list[float]) -> None:
-    """Graham: longest first ends within 4/3 - 1/(3 n) of the best, of those with equally many sequences as well."""
+    """Graham: longest first takes at most 4/3 - 1/(3 n) times the best for n replicas; also of plans with equally many
+    sequences on each."""
     replicas, work = 2, np.array(seconds)
     best = min(
         max(work[np.array(place) == each].sum() for each in range(replicas))

@@ -1,4 +1,4 @@
-"""Every document of a step is on one group of ranks that hold it, and the groups' work is near the least possible."""
+"""Every document of a step is on one group of ranks with room for it, and the step time is near the least possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COSTS = DocumentCosts(1.0, 3.0, 0.5)
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[np.ndarray], BatchSpec, int, int]:
-    """Rows of documents, some of them empty, and a pool that has room for them on its static mesh at least."""
+    """Rows of documents, some of them empty, and a pool whose static mesh at least has room for them."""
     cp, dp, ep, microbatches, rows = (draw(st.integers(1, most)) for most in (4, 2, 3, 3, 2))
     replicas = dp * ep
     length, factor = 2 * cp * draw(st.integers(1, 8)), draw(st.sampled_from([1.0, 1.25, 3.0]))
@@ -63,7 +63,7 @@ def test_every_document_is_on_one_group_that_holds_it(step: tuple[list[np.ndarra
 
 
 def seconds_of(shares: Sequence[Share], groups: StepGroups, costs: DocumentCosts = COSTS) -> np.ndarray:
-    """[pool] of a microbatch."""
+    """Seconds of each rank's work in a microbatch: [pool]."""
     found = np.zeros(len(shares))
     for rank, share in enumerate(shares):
         lengths = groups.lengths(share.shared)
@@ -77,8 +77,9 @@ def work_of(groups: StepGroups) -> list[float]:
 
 
 def end_of(groups: StepGroups, cp: int = 1, ep: int = 1) -> float:
-    """Layer by layer, a rank waits for all of its group, for those that share the experts, and so for all for which
-    these wait: if they have a document, they begin and end a microbatch at once."""
+    """When the last rank ends. In each layer a rank waits for its group and for the ranks with which it exchanges
+    tokens for experts, and so for all that these wait for: if any of them has a document, all begin and end a
+    microbatch together."""
     ends = np.zeros(len(groups.shares[0]))
     for shares in groups.shares:
         waits, seconds = np.eye(len(shares)), seconds_of(shares, groups)
@@ -96,7 +97,7 @@ def batch_of(lengths: list[list[int]], length: int, microbatches: int, replicas:
 
 
 def ranks_by_length(groups: StepGroups) -> dict[int, set[int]]:
-    """Sizes of the groups that documents of each length are on."""
+    """Length of documents -> sizes of the groups that they are on."""
     found: dict[int, set[int]] = {}
     for share in chain(*groups.shares):
         for number in (*share.shared, *share.local):
@@ -116,7 +117,7 @@ def test_short_documents_have_no_ring_and_long_ones_as_many_ranks_as_they_need()
 
 
 def test_ranks_that_share_experts_have_their_long_documents_in_one_microbatch() -> None:
-    """Dealt to one rank after the other, two would be in each: the step would take as long as four."""
+    """Dealt to one rank after the other, there would be one in each microbatch: the step would take as long as two."""
     rows = [np.array(row) for row in ([24], [24], [8, 8, 8], [8, 8, 8])]
     batch = batch_of([row.tolist() for row in rows], 24, 2, 2, 24)
     groups, balance = hybrid(rows, batch, 1, 2)
@@ -133,7 +134,7 @@ def test_documents_that_fit_in_no_other_way_are_on_the_static_mesh() -> None:
 
 
 def test_pipelines_of_short_documents_have_more_microbatches_where_ranks_have_no_room() -> None:
-    """The short ones take as long as the long one, and more room than half of all."""
+    """The short documents take as long as the long one together, but need more than half of the room."""
     rows = [np.array([24]), np.array([12, 12]), np.array([6] * 4), np.array([6] * 4)]
     batch = batch_of([row.tolist() for row in rows], 24, 2, 2, 24)
     batch = replace(batch, document_costs=COSTS._replace(ring=1000.0))  # so that no document is shared
@@ -151,7 +152,7 @@ def test_pipelines_of_short_documents_have_more_microbatches_where_ranks_have_no
 
 @st.composite
 def small_steps(draw: st.DrawFn) -> tuple[list[np.ndarray], BatchSpec, int]:
-    """Up to five documents on up to four ranks, in up to two microbatches, with much room for them or little."""
+    """Up to five documents on up to four ranks in up to two microbatches, with much or little room."""
     lengths = draw(st.lists(st.integers(1, 24), min_size=1, max_size=5))
     microbatches, pool = draw(st.integers(1, 2)), draw(st.integers(2, 4))
     rows = [np.array(lengths[at::microbatches], np.int64) for at in range(microbatches)]
@@ -166,8 +167,8 @@ def small_steps(draw: st.DrawFn) -> tuple[list[np.ndarray], BatchSpec, int]:
 def test_no_bound_is_above_the_best_of_all_groups_and_no_end_far_above(
     step: tuple[list[np.ndarray], BatchSpec, int],
 ) -> None:
-    """Of every way to put documents on any of the ranks. In 12,744 such steps the planner was up to 1.15 of the best,
-    with documents of a few tokens, whose padding counts; 1.02 in nine of ten."""
+    """The best of all ways to put documents on ranks. In 12,744 such steps the planner took up to 1.15 times the best,
+    with documents of a few tokens, for which padding matters; at most 1.02 times in nine of ten."""
     rows, batch, pool = step
     groups, balance = hybrid(rows, batch, pool)
     lengths = groups.lengths(range(len(groups.documents)))
@@ -178,7 +179,7 @@ def test_no_bound_is_above_the_best_of_all_groups_and_no_end_far_above(
 
 @pytest.mark.parametrize(("pool", "microbatches"), [(2, 1), (2, 2), (3, 1), (4, 2)])
 def test_the_best_of_all_groups_is_known_where_it_is_obvious(pool: int, microbatches: int) -> None:
-    """Five documents of four tokens, 28 seconds each alone."""
+    """Five documents of four tokens, each of which takes 28 seconds on one rank."""
     costs = DocumentCosts(1.0, 3.0, 0.0)
     assert best_end([4] * 5, pool, microbatches, 100, costs, 1e9) == pytest.approx(140 / pool)
     assert best_end([4] * 5, pool, microbatches, 2, costs, 99.0) == 99.0, "no room for any plan"
@@ -187,7 +188,7 @@ def test_the_best_of_all_groups_is_known_where_it_is_obvious(pool: int, microbat
 
 
 def bimodal_step() -> tuple[list[np.ndarray], BatchSpec, int]:
-    """64 ranks, four microbatches; 40 % of the documents are near 40,000 tokens, and one rank holds some of these."""
+    """64 ranks, four microbatches; 40 % of the documents have about 40,000 tokens, and some of them fit on one rank."""
     random = np.random.default_rng(0)
     lengths = np.where(random.random(256) < 0.6, 2048, 40_000) * random.lognormal(0, 0.25, 256)
     rows = np.array_split(lengths.astype(np.int64), 64)
@@ -204,7 +205,7 @@ def lognormal_step() -> tuple[list[np.ndarray], BatchSpec, int]:
 
 
 def test_long_documents_of_one_rank_are_dealt_before_shorter_ones_of_several() -> None:
-    """Else ranks that are busy already get them last: this step took 1.29 of the bound."""
+    """Dealt last, they would go to ranks that are already busy: this step took 1.29 times the bound."""
     _, balance = hybrid(*bimodal_step())
     assert balance.gap < 0.08
 
@@ -218,8 +219,8 @@ FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 6.0)
     [(8, 2**17), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((32, 2**20), (64, 2**18)))],
 )
 def test_no_step_ends_later_where_ranks_have_more_room(mix: str, ranks: int, cap: int) -> None:
-    """But for NEAR, the share by which a plan has to be better to be tried: dealt with all their room alone, steps
-    took up to 1.04 of the time with less. None ends sooner with more than three times the even share."""
+    """Up to NEAR, the least gain for which a plan is tried. If plans always used all the room, steps would take up to
+    1.04 times as long as with less. Room for more than three times the even share gains nothing."""
     for seed in range(3 if ranks == 8 else 1):
         cp, ends = cap // TOKENS, list[float]()
         rows = rows_of(mix, cap, ranks // cp * MICROBATCHES, seed)

@@ -1,4 +1,4 @@
-"""Layers leave the busiest rank as far as that shortens the simulated step."""
+"""Layers are moved off the busiest rank as long as that shortens the simulated step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compiled(name: str, ranks: int, microbatches: int, chunks: int | None = None
 
 
 def costs_of(program: Program, layers: Sequence[int], slow: int, factor: float) -> Costs:
-    """Every layer costs one, and on the slow rank `factor`."""
+    """Every layer costs one second, or `factor` seconds on the slow rank."""
     rates = [factor if stage in program.placement[slow] else 1.0 for stage in range(program.stages)]
     seconds = tuple(count * rate for count, rate in zip(layers, rates, strict=True))
     return Costs(seconds, seconds, seconds)
@@ -30,7 +30,7 @@ def moves_of(program: Program, layers: Sequence[int], slow: int, factor: float =
 
 
 def recovered(program: Program, layers: Sequence[int], slow: int) -> float:
-    """The share of the time that a rank with 15 % more work costs."""
+    """The share that moving layers recovers of the time that a rank 15 % slower costs."""
     moves, even = moves_of(program, layers, slow), costs_of(program, layers, slow, 1.0)
     return (moves.before - moves.after) / (moves.before - simulate_step_time(program, even).makespan)
 

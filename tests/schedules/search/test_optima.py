@@ -1,4 +1,4 @@
-"""The search finds the proven optima of small steps; no schedule beats them, and no bound exceeds them.
+"""The search finds the proven optima of small steps; no schedule beats them and no bound exceeds them.
 
 The optima were proven with a constraint solver (OR-Tools CP-SAT): an integer start for every F, B and W, each kind
 in microbatch order, no overlap on a rank, data dependencies with transfers, and a reservoir of activations per rank.
@@ -48,7 +48,7 @@ PROVEN: list[tuple[str, int, int, float | None, Objective, int, float]] = [
 
 
 def random_costs(seed: int, stages: int) -> Costs:
-    """Integers from 2 to 8, a transfer from 0 to 2."""
+    """Integers: 2 to 8 for F, B and W, 0 to 2 for a transfer."""
     rng = random.Random(seed)
     f, b, w = (tuple(float(rng.randint(2, 8)) for _ in range(stages)) for _ in range(3))
     return Costs(f, b, w, float(rng.randint(0, 2)))

@@ -1,4 +1,4 @@
-"""Searched orders are valid and within the capacity, and tabu search never makes the best one worse."""
+"""Searched orders are valid and within the memory capacity, and tabu search never makes the best one worse."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def program_of(problem: Problem, orders: list[list[int]]) -> Program:
 
 @given(st.data(), problems())
 def test_every_rule_gives_a_valid_order_within_the_capacity(data, problem):
-    """Ranks never block one another, even with the smallest capacity, one microbatch."""
+    """Ranks never deadlock, even with the smallest capacity, one microbatch."""
     rule, stretch = data.draw(rules(problem)), data.draw(st.sampled_from([0.0, 1.0]))
     orders = list_schedule(problem, age_priority(problem, stretch), rule)
     check_order(program_of(problem, orders))

@@ -1,4 +1,4 @@
-"""Copies that take the hidden share of their time hold no compute up; longer ones do."""
+"""Copies as long as their hidden share delay no compute; longer ones do."""
 
 from __future__ import annotations
 

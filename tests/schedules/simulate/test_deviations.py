@@ -1,4 +1,4 @@
-"""Bands of steps, against all replicas simulated together."""
+"""Bands of step times, compared with simulations of all replicas together."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_the_band_is_that_of_all_replicas_simulated_together(
 
 
 def joint_seconds(program: Program, events: Events, seconds: Array, together: int, replicas: int, seed: int) -> float:
-    """Of a step of all replicas: those of a stage start a collective together, each rank of a layer is drawn."""
+    """Seconds of a step of all replicas. Replicas of a stage start a collective together; the deviation of each rank
+    that shares a layer is drawn."""
     random, columns = np.random.default_rng(1000 + seed), program.columns
     factors = np.ones((replicas, len(seconds)))
     for rank, (first, end) in enumerate(pairwise(columns.rank_offsets.tolist())):

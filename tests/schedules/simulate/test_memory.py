@@ -1,4 +1,4 @@
-"""Saved activations over time: their maximum is the peak that the order alone gives, whatever the costs."""
+"""Saved activations over time: their maximum is the peak computed from the order alone, whatever the costs."""
 
 from __future__ import annotations
 

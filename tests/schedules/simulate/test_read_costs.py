@@ -1,4 +1,4 @@
-"""Costs that are read from a measured timeline."""
+"""Costs read from a measured timeline."""
 
 from dataclasses import replace
 
@@ -16,7 +16,8 @@ TRANSFER = 0.05
 
 
 def as_measured(timeline: Timeline) -> Timeline:
-    """A lane begins a receive as soon as the one before it has ended, and waits for its sender."""
+    """The timeline with receives that begin as soon as the one before them on their lane has ended, and then wait for
+    their sender."""
     ready, spans = dict[tuple[int, str], float](), list[Span]()
     for span in sorted(timeline.spans, key=lambda span: span.end):
         if span.op in RECEIVES:
@@ -37,4 +38,4 @@ def test_the_time_of_a_transfer_has_no_waiting_for_the_other_end(name):
     assert costs is not None
     assert costs.transfer == pytest.approx(TRANSFER)
     late = tuple(span._replace(end=span.end + 1) if span.op in SENDS else span for span in timeline.spans)
-    assert read_costs(program, replace(timeline, spans=late)) == costs  # of a send that only notices late
+    assert read_costs(program, replace(timeline, spans=late)) == costs  # sends that notice their end late

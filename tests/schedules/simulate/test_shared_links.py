@@ -1,4 +1,4 @@
-"""Operations that meet on a link share it."""
+"""Operations that use a link at the same time share it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def rows_named(program: Program, seconds: Array) -> dict[tuple[int, str], float]
 
 
 def test_by_hand_a_transfer_and_a_forward_share_a_link() -> None:
-    """Rank 0 sends microbatch 0 from 1 s while it computes microbatch 1, half of which is messages on the same link:
-    both run at 1 / (1 + 0.5 * 1) of their speed and end at 2.5 s. Then rank 1 computes microbatch 0 while 1 arrives."""
+    """From 1 s on, rank 0 sends microbatch 0 while it computes microbatch 1, half of which is messages on the same
+    link: both run at 1 / (1 + 0.5 * 1) of their speed and end at 2.5 s. The same holds on rank 1, which then computes
+    microbatch 0 while it receives microbatch 1."""
     program = compiled("gpipe", 2, 2)
     costs = Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), transfer=1.0)
     shares = LinkShares({Op.F: ((0.5,), (0.5,))}, (1.0,))
@@ -43,8 +44,8 @@ def test_by_hand_a_transfer_and_a_forward_share_a_link() -> None:
 
 
 def test_by_hand_the_gradients_of_replicas_are_reduced_beside_transfers() -> None:
-    """The last rank's reduction (4 s) begins when its last backward has ended, as does the transfer of that one's
-    gradient (1 s): the transfer takes 2 s, in which the reduction gets on by 1 s, and in all takes 5 s."""
+    """The end of the last rank's backward starts both its reduction (4 s) and the transfer of its gradient (1 s). While
+    they share the link, the transfer takes 2 s and the reduction does 1 s of its work: it takes 5 s in all."""
     program = compiled("gpipe", 2, 1, replicas=2)
     costs = Costs((1.0, 1.0), (1.0, 1.0), (0.0, 0.0), transfer=1.0, reduce=(4.0, 4.0))
     shares = LinkShares({Op.ALL_REDUCE: ((1.0,), (1.0,))}, (1.0,))
@@ -79,7 +80,7 @@ def test_shared_seconds_are_those_of_small_steps_of_time(name: str, ranks: int, 
 
 
 def stepped_ends(program: Program, costs: Costs, shares: LinkShares, step: float) -> Array:
-    """The ends of events by advancing all that run, in steps of equal time."""
+    """The ends of events, found by advancing all running ones in equal time steps."""
     events = acyclic_events(program)
     parts = [(rank, part) for rank, stream in enumerate(program.streams) for action in stream for part in action.parts]
     seconds = instruction_seconds(program, costs)
@@ -113,7 +114,7 @@ def stepped_ends(program: Program, costs: Costs, shares: LinkShares, step: float
         before[target].append(source)
     ends, now = np.full(len(members), np.inf), 0.0
     while np.isinf(ends).any():
-        while True:  # what takes no time ends at once
+        while True:  # events that take no time end at once
             open_events = np.flatnonzero(np.isinf(ends)).tolist()
             running = [each for each in open_events if all(ends[source] <= now for source in before[each])]
             if not (ended := [each for each in running if left[each] <= 0]):

@@ -1,4 +1,4 @@
-"""Simulated times respect every order of a program, and reproduce the idle times of the papers."""
+"""Simulated times respect every order that a program states, and reproduce the idle times of the papers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ compiled = cache(compile_program)
 
 @st.composite
 def costs_of(draw: st.DrawFn, stages: int) -> Costs:
-    """Every stage and every kind of instruction costs something else."""
+    """Every stage and every kind of instruction has a cost of its own."""
     each = st.tuples(*[SECONDS] * stages)
     transfer, norm, step, launch = (draw(SECONDS) for _ in range(4))
     return Costs(draw(each), draw(each), draw(each), transfer, norm, step, launch, reduce=draw(each))
@@ -91,7 +91,7 @@ def test_simulation_agrees_with_a_plain_walk_of_the_event_graph(
 
 
 def plain_simulation(program: Program, costs: Costs, *, step: int) -> Timeline:
-    """The simulation as it is defined: event by event over the graph."""
+    """The simulation by its definition: event by event over the graph."""
     graph = build(program)
     starts, ends = [0.0] * len(graph.members), [0.0] * len(graph.members)
 
@@ -145,8 +145,8 @@ def _times(span: Span) -> tuple[float, float]:
 def test_free_transfers_delay_nothing(
     name: str, ranks: int, microbatches: int, gated: bool, data: st.DataObject
 ) -> None:
-    """With transfers that take no time, each compute action of the lowered program runs when the order alone has it
-    run, for the costs it was compiled for: neither slots nor lanes nor gates hold anything back."""
+    """With transfers that take no time, and the costs it was compiled for, each compute action of the lowered program
+    starts when it does in the order alone: neither slots nor lanes nor gates delay anything."""
     each = st.tuples(*[SECONDS] * generate(name, ranks, microbatches).stages)
     costs = Costs(data.draw(each), data.draw(each), data.draw(each))
     order = generate(name, ranks, microbatches, costs=costs)
@@ -162,7 +162,7 @@ def run(name: str, ranks: int, microbatches: int, costs: Costs) -> Timeline:
     return simulate(add_transfers(generate(name, ranks, microbatches), costs, gated=False), costs)
 
 
-# Idle seconds: makespan (or longest) less m (F + B + W). F, B, W are drawn from quarters: sums of them are exact.
+# Idle seconds: makespan (or longest) minus m (F + B + W). F, B and W are multiples of 1/4, so that sums are exact.
 
 RANKS = st.integers(1, 6)
 QUARTERS = st.integers(1, 40).map(lambda k: k / 4)
@@ -180,8 +180,8 @@ def test_gpipe_and_1f1b_idle_for_the_ranks_before_and_behind(
 
 @given(RANKS, st.integers(0, 14), QUARTERS, QUARTERS, QUARTERS)
 def test_zb_h1_fills_its_bubble_with_weights(ranks: int, more: int, f: float, b: float, w: float) -> None:
-    """The published (p-1)(F+B-W) from m = p on and as long as W fits into both F and B; a longer W fills no more than
-    the shorter of them would: (p-1)(F+B-min(F,B,W))."""
+    """For m >= p, the published (p-1)(F+B-W) if W is no longer than F and B. A longer W fills no more than the shorter
+    of those: (p-1)(F+B-min(F,B,W))."""
     m = ranks + more
     idle = run("zb-h1", ranks, m, Costs.uniform(ranks, f, b, w)).makespan - m * (f + b + w)
     assert idle == (ranks - 1) * (f + b - min(f, b, w))
@@ -193,15 +193,15 @@ def test_zb_h1_fills_its_bubble_with_weights(ranks: int, more: int, f: float, b:
 def test_zb_h1_of_few_microbatches_hides_all_weights_but_one(
     ranks: int, data: st.DataObject, f: float, b: float, w: float
 ) -> None:
-    """(m+p-1)(F+B) + W up to m = p (appendix H of the paper), as long as W fits into both F and B."""
+    """The makespan is (m+p-1)(F+B) + W for m <= p (appendix H of the paper) if W is no longer than F and B."""
     m, w = data.draw(st.integers(1, ranks)), min(f, b, w)
     assert run("zb-h1", ranks, m, Costs.uniform(ranks, f, b, w)).makespan == (m + ranks - 1) * (f + b) + w
 
 
 @given(RANKS, st.integers(0, 12), QUARTERS, QUARTERS, QUARTERS)
 def test_zb_h2_idles_by_what_two_weights_do_not_fill(ranks: int, more: int, f: float, b: float, w: float) -> None:
-    """Longest, from m = 2p-1 on: the published (p-1)(F+B-2W) as long as W fits into F and this is not negative. More W
-    fills no more: it never gets below 0, nor below (p-1)(B-F), by which the first B of a rank comes late."""
+    """By longest, for m >= 2p-1: the published (p-1)(F+B-2W) if W is no longer than F and this is not negative. Idle
+    time never gets below 0, nor below (p-1)(B-F), by which the first B of a rank is late, however long W is."""
     m = 2 * ranks - 1 + more
     idle = run("zb-h2", ranks, m, Costs.uniform(ranks, f, b, w)).longest - m * (f + b + w)
     assert idle == (ranks - 1) * max(f + b - 2 * w, b - f, 0)
@@ -211,7 +211,7 @@ def test_zb_h2_idles_by_what_two_weights_do_not_fill(ranks: int, more: int, f: f
 
 @given(RANKS, st.integers(0, 12), QUARTERS, QUARTERS, QUARTERS, QUARTERS)
 def test_zb_h2_pays_each_hop_twice(ranks: int, more: int, f: float, b: float, w: float, c: float) -> None:
-    """Longest, from m = 2p-1 on and as long as W fits into both F and B: (p-1)(F+B-2W+2C)."""
+    """By longest, for m >= 2p-1: (p-1)(F+B-2W+2C) if W and C are no longer than F and B."""
     m, w = 2 * ranks - 1 + more, min(f, b, w)
     c = min(c, f, b)
     idle = run("zb-h2", ranks, m, Costs.uniform(ranks, f, b, w, transfer=c)).longest - m * (f + b + w)
@@ -220,8 +220,8 @@ def test_zb_h2_pays_each_hop_twice(ranks: int, more: int, f: float, b: float, w:
 
 @given(st.sampled_from([2, 4, 6]), st.integers(0, 5), QUARTERS, QUARTERS, QUARTERS)
 def test_dualpipe_idles_in_one_half_of_the_ranks(ranks: int, more: int, f: float, b: float, w: float) -> None:
-    """The published (p/2-1)(F&B + BW - 3W) = (p/2-1)(F+2B-W) is exact where F = B and W fits into them; where B is
-    shorter than F it is (p/2-1)(2F+B-min(B,W)). Other costs have no such formula: there a planner has to simulate."""
+    """The published (p/2-1)(F&B + BW - 3W) = (p/2-1)(F+2B-W) is exact if F = B >= W; if B <= F, idle time is
+    (p/2-1)(2F+B-min(B,W)). There is no such formula for other costs: a planner has to simulate them."""
     m, b = 2 * (ranks + more), min(f, b)
     idle = run("dualpipe", ranks, m, Costs.uniform(ranks, f, b, w)).makespan - m * (f + b + w)
     assert idle == (ranks / 2 - 1) * (2 * f + b - min(b, w))

@@ -1,4 +1,4 @@
-"""Slow ranks and links slow down exactly what runs on them."""
+"""Slow ranks and links slow down what runs on them, and nothing else."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_costs_that_do_not_fit_the_ranks_are_refused(more: dict[str, Any], text:
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("gpipe", 3, 4), ("1f1b", 4, 6), ("zb-h1", 3, 5)])
 def test_compute_orders_are_timed_with_slowdowns_and_links_too(name: str, ranks: int, microbatches: int) -> None:
-    """As in the simulator, where no transfer queues because all take less than any compute instruction."""
+    """They agree with the simulator if no transfer queues: here all are shorter than any compute instruction."""
     slowdown = tuple(1 + rank / 4 for rank in range(ranks))
     links = tuple(tuple(0.02 * (1 + source + 2 * target) for target in range(ranks)) for source in range(ranks))
     costs = replace(costs_of(ranks), slowdown=slowdown, links=links)

@@ -30,7 +30,7 @@ def event(start: int, nanoseconds: int, kind: str = OPERATOR, name: str = "aten:
 
 
 def tree(rng: random.Random, start: int, end: int, depth: int) -> list[ProfileEvent]:
-    """An operator that calls others, which call others."""
+    """An operator that calls others, which call others in turn."""
     found, at = [event(start, end - start)], start
     while depth and at < end:
         first = rng.randint(at, end)

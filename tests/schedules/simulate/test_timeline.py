@@ -73,9 +73,9 @@ def test_a_file_that_is_no_timeline_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_two_bubbles_relate_to_different_lengths() -> None:
-    """Rank 0 works 2 + 2 of its own 6 seconds, rank 1 works 4 of its own 4; from first to last it is 8 seconds."""
+    """Rank 0 works for 2 + 2 of its own 6 seconds, rank 1 for all of its own 4; together they span 8 seconds."""
     spans = (span(0, "F", 10, 12), span(0, "B", 14, 16), span(1, "F", 14, 16), span(1, "BW", 16, 18))
-    waiting = Span(0, 1, "RECV_F<0", "1RECV_F0", "RECV_F", 1, 0, 0, 0.0, 14.0)  # what is no compute does not count
+    waiting = Span(0, 1, "RECV_F<0", "1RECV_F0", "RECV_F", 1, 0, 0, 0.0, 14.0)  # only compute counts
     timeline = Timeline("measured", (*spans, waiting))
     assert timeline.busy_by_rank == {0: (10, 16, 4), 1: (14, 18, 4)}
     assert (timeline.longest, timeline.makespan) == (6, 8)

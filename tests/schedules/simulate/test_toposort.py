@@ -1,4 +1,4 @@
-"""Both algorithms order every event after its predecessors, and start it when the last of them has ended."""
+"""Both algorithms order every event after its predecessors and start it when the last of them has ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTHS = pytest.mark.parametrize("width", [1, WIDE], ids=["narrow", "wide"])
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, float]]]:
-    """A number of events and edges (source, target, delay) along a random order of them."""
+    """A number of events, and edges (source, target, delay) that follow a random order of the events."""
     count = draw(st.integers(1, 12))
     order = draw(st.permutations(range(count)))
     pair = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1), st.floats(0, 9))

@@ -1,4 +1,4 @@
-"""Positions and attention work of context ranks, and that no fully masked block is computed."""
+"""Positions and attention work of context ranks; no fully masked block is computed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_bound_holds_for_a_document_of_any_length_in_any_turn(cp):
 
 
 def _pairs_of_documents(lengths, cp: int) -> np.ndarray:
-    """[documents, cp] pairs of a query that a rank holds and a key that it sees."""
+    """[documents, cp]: the number of pairs of a query on a rank and a key that it attends to."""
     borders = document_chunks(lengths, cp)
     pairs = np.diff(borders * (borders + 1) // 2)
     return np.stack([pairs[:, zigzag(cp, rank)].sum(1) for rank in range(cp)], 1)
@@ -103,8 +103,8 @@ def test_zigzag_stays_balanced_with_equal_documents(cp, documents):
 
 
 def busiest_over_mean(mix: str, length: int, cp: int, count: int) -> tuple[list[float], list[float]]:
-    """Pairs of the busiest rank over the mean, of each of `count` sequences: with chunks of the sequence, which cut
-    documents anywhere, and with chunks of each document."""
+    """Attention pairs of the busiest rank over the mean, for each of `count` sequences: with chunks of the sequence,
+    which cut documents anywhere, and with chunks of each document."""
     by_sequence, by_document = list[float](), list[float]()
     for row in rows_of(mix, length, count, seed=0):
         starts = (np.cumsum(row) - row).tolist()

@@ -1,4 +1,4 @@
-"""Hosts of ranks, and which of their groups exchange by copies: those that do not leave a host."""
+"""Hosts of ranks, and which groups exchange data by peer copies: those within a host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Learning rates against torch's and transformers' schedulers.
 
-torch counts from a step of its own: our step 0 is its first optimizer step. transformers' warm-up begins at 0, ours at
-one part of the peak, so that every step learns; after the warm-up both are the same.
+Our step 0 is torch's first optimizer step. transformers' warm-up begins at 0, ours at 1/warmup of the peak, so that
+every step learns; after the warm-up both are the same.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_after_the_warm_up_schedules_are_torchs(schedule: ScheduleName, make: Ca
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "constant"])
 def test_the_table_of_a_small_schedule(schedule: ScheduleName) -> None:
-    """Pins the first and last steps of every phase: peak 1, minimum 0, 4 steps of warm-up, 12 in all."""
+    """The first and last steps of every phase: peak 1, minimum 0, 4 steps of warm-up, 12 in all."""
     expected = {
         "linear": [0.25, 0.5, 0.75, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0, 0],
         "cosine": [0.25, 0.5, 0.75, 1, 1, 0.96194, 0.853553, 0.691342, 0.5, 0.308658, 0.146447, 0.0380602, 0, 0],

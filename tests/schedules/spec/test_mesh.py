@@ -1,4 +1,4 @@
-"""Ranks and coordinates are one to one, and the groups along any axes partition the ranks."""
+"""Ranks and coordinates correspond one to one, and the groups along any axes partition the ranks."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_stages_differ_by_one_layer_at_most(layers: int, stages: int) -> None:
     st.floats(0, 6),
 )
 def test_no_other_split_has_a_less_loaded_busiest_rank(placement: list, more: int, head: float) -> None:
-    """The head adds to the last stage; all splits are tried."""
+    """All splits are tried; the head adds to the load of the last stage."""
     stages = len(placement)
     layers = stages + more
 
@@ -79,7 +79,7 @@ def test_many_layers_are_split_in_little_time() -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5))
 def test_units_cover_the_layers_of_their_stage_evenly(sizes: list[int], unit_layers: int) -> None:
-    """A stage of several units has its embedding and its head in units of their own."""
+    """In a stage of several units, the embedding and the head are units of their own."""
     stages = split_layers(sum(sizes), one_each(len(sizes)))
     for stage in stages:
         count = num_units(stage, unit_layers)
@@ -111,7 +111,7 @@ def test_the_number_of_parameters() -> None:
 
 
 def test_the_head_in_layers_is_a_ratio_of_flops() -> None:
-    """Per token a layer multiplies its weights, and causal attention makes two products with `length` / 2 tokens."""
+    """Per token, a layer multiplies by its weights, and causal attention has two products with `length` / 2 tokens."""
     assert head_in_layers(MODEL, 0) == 4096 * 128 / active_parameters(MODEL, 0)
     assert head_in_layers(MODEL, 1024) == 4096 * 128 / (active_parameters(MODEL, 0) + 2 * 1024 // 2 * 128)
 

@@ -1,4 +1,4 @@
-"""A mesh is refused exactly where one of its axes does not divide the model or its batch, by one sentence."""
+"""A mesh is refused, in one sentence, if and only if one of its axes does not divide the model or the batch."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""Groups over which ZeRO cuts the state, and replicas of its parts."""
+"""Groups over which ZeRO shards the state, and replicas of the shards."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_groups_that_leave_no_host_are_copied_between(hosts, shards, expected) -
 
 
 def test_experts_count_too() -> None:
-    """Of ranks 0 to 3, those of dp, 0 and 2 have the same experts."""
+    """Ranks 0 and 2, which hold the same experts, are on different hosts."""
     plan = plan_with("1f1b", {"dp": 2, "ep": 2, "model": MOE}, 2)
     plan = replace(plan, transport="peer", hosts=(0, 0, 1, 1))
     assert plan.transport_along("dp") == "nccl"

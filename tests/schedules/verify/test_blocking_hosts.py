@@ -1,8 +1,8 @@
-"""A host may block at any compute instruction until its GPU has done all that was launched: no program hangs.
+"""No program hangs even if a host blocks at any compute instruction until its GPU has done all that was launched.
 
-CUDA may block a host at a kernel's first use (programming guide, lazy loading) and where the stack grows
-(cuCtxSetLimit). Reductions block no host: process groups are connected, and kernels of reductions launched once, before
-the first step.
+CUDA may block a host at a kernel's first use (programming guide, lazy loading) and when the stack grows
+(cuCtxSetLimit). Reductions block no host: before the first step, process groups are connected and their kernels are
+launched once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 
 def blocked_forever(streams: Sequence[Stream], free: frozenset[Op] = COLLECTIVES) -> list[Action]:
-    """Actions that hosts never get past. A host launches transfers and ops in `free` at once; before anything else it
-    waits until both ends of all transfers that it has launched are launched."""
+    """Actions that hosts never get past. A host launches transfers and ops in `free` at once; before any other it waits
+    until the other ends of all transfers that it has launched are launched, too."""
     parts = [((rank, action.key), action.parts[0]) for rank, stream in enumerate(streams) for action in stream]
     ends = {place: partner(place, part) for place, part in parts if part.op in SENDS}
     ends |= {there: here for here, there in ends.items()}
@@ -82,7 +82,7 @@ def test_hosts_that_receive_too_late_block_forever() -> None:
 
 
 def test_reductions_must_not_block_hosts() -> None:
-    """Adjacent mirrored ranks reduce before they receive what the other has sent (seen on GPUs)."""
+    """Adjacent mirrored ranks reduce before they receive what the other one has sent: this hang was seen on GPUs."""
     streams = compile_program("dualpipe", 2, 8).streams
     assert not blocked_forever(streams)
     assert [action.key.op for action in blocked_forever(streams, free=frozenset())] == [Op.ALL_REDUCE, Op.ALL_REDUCE]

@@ -1,4 +1,4 @@
-"""Every buffer is filled, read and freed, in this order; lifetimes are those that a walk of the stream finds."""
+"""Every buffer is filled, read and freed, in this order; lifetimes are those that a walk along the stream finds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ all_programs = pytest.mark.parametrize(("name", "ranks", "microbatches", "gated"
 
 
 def lifetimes(program: Program, stream: Stream) -> Iterator[tuple[str, Key, Key | None]]:
-    """(kind, filled by, freed after or None for the end of the step) by a walk along the stream of a rank."""
+    """(kind, filled by, freed after; None: at the end of the step), found by a walk along the stream of a rank."""
     here = {part.key for part in instructions_of(stream)}
     sent: dict[str, Key] = {}  # lane -> the result that it sends
     slots: dict[tuple[Op, int], Key] = {}

@@ -25,7 +25,7 @@ from pentad.schedules.verify.check import check
 
 compiled = cache(compile_program)
 
-many = settings(max_examples=8 * settings().max_examples)  # damage is of many kinds
+many = settings(max_examples=8 * settings().max_examples)  # there are many kinds of damage
 
 
 def refusal(program: Program) -> ScheduleError | None:
@@ -38,7 +38,7 @@ def refusal(program: Program) -> ScheduleError | None:
 
 
 def allowed(name: str, ranks: int) -> list[int]:
-    """Fewer microbatches than ranks, as many, more, odd and even, as far as the schedule allows them."""
+    """Counts of microbatches that the schedule allows: fewer than ranks, as many, and more, both odd and even."""
     tried = {1, max(1, ranks - 1), ranks, ranks + 1, 2 * ranks, 2 * ranks + 2, 2 * ranks + 3, 4 * ranks}
     return [microbatches for microbatches in sorted(tried) if allows(name, ranks, microbatches)]
 
@@ -60,7 +60,7 @@ def test_every_program_that_compiles_is_right(name: str, gated: bool, replicas: 
 
 
 def names_a_culprit(error: ScheduleError, mutant: Mutant) -> bool:
-    """The instruction pointed at is a culprit, or the first sentence has a culprit's key as a word."""
+    """Whether the error points at a culprit, or its first line has a culprit's key as a word."""
     pointed = mutant.program.streams[error.rank][error.index].parts
     if any((error.rank, part.key) in mutant.culprits for part in pointed):
         return True
@@ -110,7 +110,7 @@ LARGE_CHANGES = ["insert", "overlap", "replace", "placement", "microbatches", "e
 
 
 def edit(draw: st.DrawFn, program: Program, kind: str) -> Program:
-    """The program with one random change of a kind."""
+    """The program with one random change of this kind."""
     streams = [list(stream) for stream in program.streams]
     stream = draw(st.sampled_from(streams or [[]]))
     index = draw(st.integers(0, max(len(stream) - 1, 0)))
@@ -137,7 +137,7 @@ def edit(draw: st.DrawFn, program: Program, kind: str) -> Program:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> Program:
-    """A right program with a few random changes, half the time only small ones."""
+    """A correct program with a few random changes, half the time only small ones."""
     name = draw(st.sampled_from(["1f1b", "zb-h1", "zb-h2", "dualpipe"]))
     ranks = draw(st.sampled_from([1, 2, 4] if name != "dualpipe" else [2, 4]))
     program = compiled(name, ranks, 2 * ranks, gated=draw(st.booleans()), replicas=2)
@@ -169,7 +169,8 @@ def test_check_refuses_or_proves_whatever_it_is_given(program: Program) -> None:
 
 @st.composite
 def with_extra_waits(draw: st.DrawFn) -> Program:
-    """A right program whose receives also wait for earlier sends of their rank: only a deadlock can be wrong."""
+    """A correct program whose receives also wait for earlier sends of their rank: the only possible fault is a
+    deadlock."""
     name, ranks = draw(st.sampled_from([("1f1b", 2), ("zb-h2", 2), ("zb-h1", 4), ("dualpipe", 2)]))
     program = compiled(name, ranks, 2 * ranks, gated=draw(st.booleans()), replicas=2)
     streams = [list(stream) for stream in program.streams]
@@ -195,7 +196,7 @@ def two_ranks(*streams: str) -> Program:
 
 
 def test_a_send_that_a_waiting_host_would_never_issue_is_refused() -> None:
-    """Lanes would run it, but a host that waits at 0BW0 for its gradient never reaches the send after it."""
+    """Lanes alone would not hang, but a host that waits at 0BW0 for its gradient never reaches the send after it."""
     first = "0F0 | 0RECV_B0<1@0 | 0BW0 after 0RECV_B0 | 0SEND_F0>1 after 0F0 | 0ALL_REDUCE#stage0 after 0BW0"
     second = "1RECV_F0<0@0 | 1F0 after 1RECV_F0 | 1BW0 | 1SEND_B0>0 after 1BW0 | 1ALL_REDUCE#stage1 after 1BW0"
     first += " | NORM#pp after 0BW0,0ALL_REDUCE | STEP after NORM"
@@ -239,7 +240,7 @@ def inserted(program: Program, rank: int, index: int, text: str) -> Program:
 
 
 def reordered_reductions(program: Program) -> Program:
-    """Rank 0 runs its reductions right before NORM, in reverse order."""
+    """The program with rank 0's reductions right before NORM, in reverse order."""
     *actions, norm, step = program.streams[0]
     reductions = [action for action in actions if action.key.op is Op.ALL_REDUCE]
     return with_stream(program, 0, (*(u for u in actions if u not in reductions), *reductions[::-1], norm, step))

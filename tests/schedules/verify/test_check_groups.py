@@ -1,4 +1,4 @@
-"""Groups are proven: broken ones are refused, and the ring steps of good ones meet under every schedule."""
+"""Groups are proven: broken ones are refused, and the ring steps of valid ones meet under every schedule."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_ring_steps_of_any_groups_meet_under_every_schedule(name: str, seed: int
 
 
 def test_rings_in_other_orders_do_not_meet() -> None:
-    """Two ranks with two exchanges, each in another order; and three that wait for each other."""
+    """Two ranks with the same two exchanges in opposite orders; and three ranks that wait for one another."""
     first, second = Exchange(1, 1, 4), Exchange(1, 1, 6)
     back = [each._replace(to=0, source=0) for each in (second, first)]
     with pytest.raises(PentadError, match="exchange 0 of rank 0 of the pool"):
@@ -99,7 +99,7 @@ def test_ranks_that_leave_out_an_exchange_of_experts_or_take_another_first_do_no
 
 
 def test_a_rank_without_documents_joins_exchanges_of_experts() -> None:
-    """Of the pool's four ranks, as dp2 x ep2, only the first has a document."""
+    """Only the first of the pool's four ranks (dp2 x ep2) has a document."""
     shares = (Share((0,), (), (0,)), *(Share((rank,), (), ()) for rank in (1, 2, 3)))
     groups = StepGroups((Document(0, 0, 3),), (shares,))
     assert groups.microbatches(1, 2) == [1, 1, 0, 0] and groups.microbatches(1, 1) == [1, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Gradients that share a buffer wait for each other's reduction, and a reduction is of its microbatch alone."""
+"""Gradients that share a buffer wait for each other's reduction, and each reduction covers its microbatch alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compiled(name: str, ranks: int, memory_options: MemoryOptions, chunks: int |
 
 
 def without(program: Program, key: Key) -> Program:
-    """An instruction of the first rank, and waits for it."""
+    """The program without an instruction of the first rank, and without waits for it."""
     first, *others = program.streams
     kept = (part for part in instructions_of(first) if part.key != key)
     stream = tuple(part._replace(waits=tuple(each for each in part.waits if each != key)) for part in kept)
@@ -62,7 +62,7 @@ def test_a_reduction_or_a_wait_for_one_less_is_refused(name: str, options: Memor
 def test_a_sum_of_more_than_its_microbatch_is_refused(
     moved: tuple[int, int], after: tuple[int, int], waits: dict[tuple[int, int], tuple[int, int]]
 ) -> None:
-    """A REDUCE_SCATTER after the W of the next microbatch, which no longer waits for it."""
+    """A REDUCE_SCATTER is moved after the next microbatch's W, which no longer waits for it."""
     program = compiled("1f1b", 1, EVERY._replace(units=(2,)))
     scatter, weights = Key(Op.REDUCE_SCATTER, *moved), Key(Op.BW, *after)
     others = {Key(Op.BW, *key): (Key(Op.REDUCE_SCATTER, *to),) for key, to in waits.items()} | {weights: ()}

@@ -1,4 +1,4 @@
-"""A diagnosis names exactly the ranks that are frozen, in simulated runs of entire programs."""
+"""In simulated runs of entire programs, a diagnosis names exactly the ranks that cause a hang."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ compiled = cache(compile_program)
 
 
 class World:
-    """All ranks of a mesh run their streams action by action as workers on CPUs do, some of them frozen at a place.
+    """All ranks of a mesh run their streams action by action as workers on CPUs do; some freeze at a given place.
 
-    A SEND arrives at once and blocks nobody; an action blocks until everything that it waits for has arrived, NORM
-    until all ranks of the mesh have reached it. A frozen rank never runs the action that it is frozen at, or never
-    begins another step; one that is frozen at NORM and `halfway` joins it before it freezes: the others continue.
+    A SEND arrives at once and blocks nobody; an action blocks until everything that it waits for has arrived, and NORM
+    until all ranks of the mesh have reached it. A frozen rank never runs the action at which it is frozen, or never
+    begins another step. A rank in `halfway` that is frozen at NORM joins it before it freezes, so the others continue.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class World:
         self.program, self.mesh, self.frozen, self.halfway = program, mesh, frozen, halfway
         self.at = [(-1, -1)] * mesh.size
         self.reached = [0] * mesh.size
-        self.arrived: set[tuple[int, int, Key]] = set()  # (step, receiver, its receive)
-        self.joined: dict[tuple[int, Key, int], set[int]] = defaultdict(set)  # (step, collective, its lowest rank)
+        self.arrived: set[tuple[int, int, Key]] = set()  # (step, receiving rank, its RECV)
+        self.joined: dict[tuple[int, Key, int], set[int]] = defaultdict(set)  # key: (step, collective, its lowest rank)
         self.round = 0
 
     def run(self) -> World:
-        """Until nothing moves, and 40 rounds (seconds) more."""
+        """Runs until nothing moves, and for 40 more rounds (seconds)."""
         moved = True
         while moved:
             self.round += 1
@@ -56,7 +56,7 @@ class World:
         return stream[self.at[rank][1]] if self.at[rank][1] >= 0 else None
 
     def missing_peers(self, rank: int) -> set[int]:
-        """The ranks that the first missing input of a rank must come from."""
+        """The ranks from which the first missing input of a rank must come."""
         action = self.action(rank)
         for key in action.waits if action else ():
             if key.op in SENDS.values() and (self.at[rank][0], rank, key) not in self.arrived:
@@ -69,8 +69,8 @@ class World:
         return set()
 
     def causes(self) -> set[int]:
-        """Frozen ranks that are not blocked, those between steps only if another rank waits for them; and every rank of
-        a NORM that all have reached, since the one that does not do its part cannot be identified."""
+        """Frozen ranks that are not blocked (those between steps only if another rank waits for them); and all ranks at
+        a NORM that all have reached, since nothing tells which of them does not do its part."""
         awaited = {peer for rank in range(self.mesh.size) for peer in self.missing_peers(rank)}
         found = set()
         for rank in range(self.mesh.size):
@@ -109,7 +109,7 @@ class World:
         return True
 
     def _join(self, rank: int) -> bool:
-        """Whether the rank had not joined before."""
+        """Joins the collective of the rank's action; returns whether the rank had not joined it before."""
         action = self.action(rank)
         assert action is not None
         group = self.joined[self.at[rank][0], action.key, min(self._members(rank, action.key))]
@@ -146,7 +146,7 @@ class World:
 
 
 def place(program: Program, mesh: Mesh, rank: int, where: str) -> tuple[int, int]:
-    """'1:2F0' is 2F0 of step 1, '1:' the end of step 1."""
+    """(step, counter) of a place: '1:2F0' is 2F0 of step 1, '1:' the end of step 1."""
     step, _, text = where.partition(":")
     if not text:
         return int(step), -1
@@ -223,7 +223,7 @@ SIZES += [("dualpipe", 2, 2, 6), ("dualpipe", 2, 4, 8), ("zb-v", 1, 4, 6), ("zb-
 
 @st.composite
 def hangs(draw: st.DrawFn) -> World:
-    """One to three ranks frozen anywhere, also between steps; some of those at NORM have joined it."""
+    """One to three ranks frozen anywhere, even between steps; some of those frozen at NORM have joined it."""
     name, dp, pp, microbatches = draw(st.sampled_from(SIZES))
     program, mesh = compiled(name, pp, microbatches, replicas=dp), Mesh(dp=dp, pp=pp)
     frozen = {}
@@ -268,7 +268,7 @@ def test_no_rank_is_a_cause_if_all_are_between_steps() -> None:
 
 
 def test_a_cycle_of_waits_is_reported() -> None:
-    """Rank 0 waits for a gradient before it sends the activation that leads to it: no proven program does that."""
+    """Rank 0 waits for a gradient before it sends the activation that leads to it, as no proven program does."""
     program, mesh = compiled("1f1b", 2, 4), Mesh(pp=2)
     first = [Key(Op.RECV_B, 0, 0), Key(Op.BW, 0, 0)]
     stream = tuple(sorted(program.streams[0], key=lambda action: action.key not in first))

@@ -1,4 +1,4 @@
-"""Inside a layer, and beside processes that do not answer, a diagnosis names the ranks that have stopped."""
+"""A diagnosis names the ranks that have stopped inside a layer, and copes with processes that do not answer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def place(program: Program, pp: int, name: str) -> int:
 
 
 def positions_in_layers(mesh: Mesh, operations: list[Axis], stopped: dict[int, int]) -> list[Position]:
-    """Where ranks stand in 0F0, whose layers wait for these operations in order, if some stop after this many of
-    them."""
+    """Where ranks stand in 0F0, whose layers run these operations in order. `stopped`: rank -> the number of
+    operations after which it stops."""
     counter = place(compiled("1f1b", 1, 2), 0, "0F0")
     begun, inside = [0] * mesh.size, [False] * mesh.size
     moved = True
@@ -41,7 +41,7 @@ def positions_in_layers(mesh: Mesh, operations: list[Axis], stopped: dict[int, i
 
 
 def as_gpus_tell_it(positions: list[Position], operations: list[Axis]) -> list[Position]:
-    """A GPU enters that it has come to an operation, and not that it has left it."""
+    """The positions as GPUs report them: a GPU records that it has reached an operation, not that it has left it."""
     begun = (operations[at.waits - 1] if at.waits else "" for at in positions)
     return [at._replace(waits=at.waits or -1, axis=axis) for at, axis in zip(positions, begun, strict=True)]
 

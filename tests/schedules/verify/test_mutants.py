@@ -1,5 +1,5 @@
-"""Ten thousand randomly damaged programs: `check` accepts none that an independent proof refuses, and refuses none that
-it accepts, except for waits that a program must state although they follow from the rest of it."""
+"""Ten thousand randomly damaged programs: `check` agrees with an independent proof, except that it also demands waits
+that follow from the rest of the program."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PROGRAMS = [
     if allows(name, ranks, microbatches)
 ]
 SLICED = [("seq", p, m, gated) for p, m in [(2, 1), (2, 2), (2, 3), (3, 2)] for gated in (False, True)]
-# A needed wait must be stated, even if it follows from other waits, lanes or other ranks.
+# A necessary wait must be stated even if it follows from other waits, lanes or other ranks.
 MUST_BE_STATED = re.compile(r"which comes after it$|does not wait for \w+$|does not wait first|refills slot \d+")
 compiled = cache(compile_program)
 
 
 def refusal(program: Program) -> str:
-    """The first line of the error of `check`; empty if it accepts."""
+    """The first line of the error of `check`; empty if it accepts the program."""
     try:
         check(program, replicas=2)
     except ScheduleError as error:
@@ -44,7 +44,7 @@ def refusal(program: Program) -> str:
 
 
 def right(program: Program) -> bool:
-    """Whether it computes a step and never hangs, whatever the costs."""
+    """Whether the program computes a step and never hangs, whatever the costs."""
     try:
         prove(program, 2)
         return not stuck(program)
@@ -53,7 +53,7 @@ def right(program: Program) -> bool:
 
 
 def compare_verdicts(program: Program, seed: str) -> int:
-    """The number of mutants drawn."""
+    """Checks and proves random mutants; returns how many."""
     made = 0
     for kind, mutant in random_mutants(program, seed, EACH):
         said = refusal(mutant)

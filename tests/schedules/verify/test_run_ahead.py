@@ -1,4 +1,4 @@
-"""No program needs the host to run ahead of its GPU."""
+"""No program needs its host to run ahead of the GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def ends(program: Program) -> dict[tuple, tuple]:
 
 
 def left_over(program: Program, ahead: int) -> int:
-    """How many instructions never end if a host launches an action only with at most `ahead` compute instructions open.
+    """How many instructions never end if hosts launch an action only while at most `ahead` compute instructions are
+    open.
 
     Lanes run in order. A receive grants its slot when it starts and ends when the data has arrived; a send waits for
     the grant.
