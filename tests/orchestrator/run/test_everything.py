@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +131,11 @@ def exact(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, A
 
 
 def manifest(run: Run) -> tuple[Any, ...]:
-    """(step, shards, metadata without the generation) of the last checkpoint; shards include sha256 of files."""
+    """(step, shards, metadata) of the last checkpoint, without the generation, which files are named by, too; shards
+    include sha256 of files."""
     found = decode((run.folder / "checkpoints" / f"step-{STEPS:08d}" / MANIFEST).read_bytes())
-    return found.step, found.shards, {**found.meta, "generation": 0}
+    shards = [replace(shard, file=re.sub(r"\.gen\d+\.", ".", shard.file)) for shard in found.shards]
+    return found.step, shards, {**found.meta, "generation": 0}
 
 
 def is_exact(name: str) -> bool:
