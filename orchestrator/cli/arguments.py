@@ -16,7 +16,7 @@ Words = Annotated[
     list[str] | None,
     Argument(
         metavar="[CONFIG] [a.b=value ...]",
-        help="YAML file (default: the quickstart); overrides.",
+        help="A YAML file (default: the quickstart), then overrides.",
         autocompletion=config_words,
     ),
 ]
@@ -26,14 +26,14 @@ Address = Annotated[
 ]
 Run = Annotated[
     str,
-    Argument(help="A run's folder or its name under runs/; or the ID of a submitted job.", autocompletion=run_names),
+    Argument(help="A run's folder, its name under runs/, or the ID of a submitted job.", autocompletion=run_names),
 ]
 Folder = Annotated[str, Argument(help="A run's folder, or its name under runs/.", autocompletion=run_names)]
-Timeout = Annotated[float, Option(min=0.01, help="Seconds to wait for the answer.")]
+Timeout = Annotated[float, Option(min=0.01, help="Seconds to wait for an answer.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object on stdout.")]
 _SCHEDULES = (
-    f"{', '.join(SCHEDULE_NAMES)}; auto, the fastest of them or faster; FILE.py:FUNCTION, one of your own; or "
-    "FILE.csv or FILE.arrow, as --csv and --arrow write them."
+    f"{', '.join(SCHEDULE_NAMES)}; auto: the fastest of these, or a faster one; FILE.py:FUNCTION: one of your own; "
+    "FILE.csv or FILE.arrow: a file that --csv or --arrow wrote."
 )
 
 
@@ -44,28 +44,32 @@ class ScheduleArguments:
     name: Annotated[str, Argument(help=_SCHEDULES, autocompletion=schedule_names)]
     ranks: Annotated[int, Option(help="Pipeline ranks.")]
     microbatches: Annotated[int, Option(help="Microbatches per step.")]
-    chunks: Annotated[int | None, Option(help="Parts that a rank's layers are cut into.")] = None
-    group: Annotated[int | None, Option(help="Microbatches of an interleaved group.")] = None
-    slices: Annotated[int | None, Option(help="Parts that sequences are cut into.")] = None
-    costs: Annotated[str, Option(help="F,B,W of one microbatch on a whole rank.")] = "1,1,1"
-    comm: Annotated[float, Option(help="Cost of one transfer of a microbatch.")] = 0.0
-    memory_limit: Annotated[float | None, Option(help="Most activations a rank may keep.")] = None
-    recompute: Annotated[str | None, Option(metavar="STAGES", help="Stages to recompute: all, or such as 0,2.")] = None
-    max_resident: Annotated[float | None, Option(help="Microbatches of activations to keep; offloads others.")] = None
-    zero: Annotated[int | None, Option(help="ZeRO stage, with two replicas.")] = None
-    max_gathered: Annotated[int | None, Option(help="Most stages that a rank has gathered at once (ZeRO 3).")] = None
-    prefetch: Annotated[int | None, Option(help="Compute actions between the start of a gather and its use.")] = None
-    post_validation: Annotated[bool, Option("--post-validation", help="Start a step before the norm is known.")] = False
-    grid: Annotated[bool, Option("--grid", help="Print the grid (default: if narrow and no file is written).")] = False
+    chunks: Annotated[int | None, Option(help="Chunks (stages) per rank.")] = None
+    group: Annotated[int | None, Option(help="Microbatches per group, in interleaved schedules.")] = None
+    slices: Annotated[int | None, Option(help="Slices per sequence.")] = None
+    costs: Annotated[str, Option(help="Costs F,B,W of one microbatch on a whole rank.")] = "1,1,1"
+    comm: Annotated[float, Option(help="Cost of sending a microbatch to the next stage.")] = 0.0
+    memory_limit: Annotated[float | None, Option(help="Activations that a rank may keep, in microbatches.")] = None
+    recompute: Annotated[
+        str | None, Option(metavar="STAGES", help="Stages to recompute: 'all', or a list such as 0,2.")
+    ] = None
+    max_resident: Annotated[float | None, Option(help="Microbatches to keep on the GPU; others are offloaded.")] = None
+    zero: Annotated[int | None, Option(help="ZeRO stage, with two data-parallel replicas.")] = None
+    max_gathered: Annotated[int | None, Option(help="Stages that a rank may have gathered at once (ZeRO-3).")] = None
+    prefetch: Annotated[int | None, Option(help="How many compute actions ahead a gather starts.")] = None
+    post_validation: Annotated[
+        bool, Option("--post-validation", help="Start a step before the last one's norm is known.")
+    ] = False
+    grid: Annotated[bool, Option("--grid", help="Print the grid (default: if it fits and no file is written).")] = False
     svg: Annotated[Path | None, Option(help="Write a figure.")] = None
     html: Annotated[Path | None, Option(help="Write an interactive page.")] = None
     beside: Annotated[
         str | None,
-        Option(metavar="NAME", help="Another schedule, drawn on the page too.", autocompletion=schedule_names),
+        Option(metavar="NAME", help="Another schedule to draw on the same page.", autocompletion=schedule_names),
     ] = None
     arrow: Annotated[Path | None, Option(help="Write the program as an Arrow file.")] = None
     csv: Annotated[Path | None, Option(help="Write the compute order for torch.distributed.pipelining.")] = None
-    what_if: Annotated[bool, Option("--what-if", help="Show what limits a step and what would help.")] = False
+    what_if: Annotated[bool, Option("--what-if", help="Show what limits a step and what would shorten it.")] = False
     as_json: Json = False
 
     @property

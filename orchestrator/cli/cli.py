@@ -10,7 +10,7 @@ import time
 from errno import ENAMETOOLONG
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,6 +30,7 @@ from pentad.orchestrator.cli.commands.calibrate import calibrate
 from pentad.orchestrator.cli.commands.checkpoint import checkpoint
 from pentad.orchestrator.cli.commands.data import data
 from pentad.orchestrator.cli.commands.doctor import doctor
+from pentad.orchestrator.cli.commands.hugging_face import convert, export_hf, import_hf
 from pentad.orchestrator.cli.commands.pictures import curves, page, timeline
 from pentad.orchestrator.cli.commands.plan import plan
 from pentad.orchestrator.cli.commands.sweep import sweep
@@ -102,7 +103,10 @@ def options(
 
 @app.command()
 def train(words: Words = None, as_json: Json = False) -> None:
-    """Train; without CONFIG the quickstart, on this machine's GPUs if it has any, else on CPUs."""
+    """Train a model.
+
+    Without CONFIG, trains the quickstart's model, on this machine's GPUs if it has any, else on CPUs.
+    """
     from pentad.orchestrator.api.configs import config_to_train
 
     config, note = config_to_train(*split_words(words))
@@ -125,20 +129,20 @@ app.command()(plan)
 def init(
     out: Annotated[Path | None, Argument(help="A new file (default: stdout).")] = None,
     model: Annotated[
-        str, Option(metavar="NAME|DIR", help="A published size such as llama-8b, or a Hugging Face model's folder.")
+        str, Option(metavar="NAME|DIR", help="A published size, such as llama-8b, or a Hugging Face model's folder.")
     ] = "llama-8b",
     gpus: Annotated[
-        int | None, Option(min=1, max=MOST_GPUS, help="GPUs to train on (default: those here, else 8).")
+        int | None, Option(min=1, max=MOST_GPUS, help="GPUs to train on (default: this machine's, else 8).")
     ] = None,
     data: Annotated[str, Option(metavar="PATH", help="A corpus that `pentad data build` wrote.")] = "builtin:pydoc",
-    sequence_length: Annotated[int | None, Option(min=1, help="Tokens of a sequence (default: 4096).")] = None,
-    global_batch_size: Annotated[int | None, Option(min=1, help="Sequences of a step (default: 2^20 tokens).")] = None,
+    sequence_length: Annotated[int | None, Option(min=1, help="Tokens per sequence (default: 4096).")] = None,
+    global_batch_size: Annotated[int | None, Option(min=1, help="Sequences per step (default: 2^20 tokens).")] = None,
     memory: Annotated[
         float | None, Option(min=0.001, help="GiB per GPU (default: this machine's, else an H200's).")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a commented configuration of a model for a number of GPUs, with the fastest mesh that fits."""
+    """Write a commented configuration for a model and a number of GPUs, with the fastest mesh that fits."""
     from pentad.orchestrator.api.starting_config import starting_config
     from pentad.orchestrator.cli.show_search import show_init
     from pentad.orchestrator.planning.fit import device_memory
@@ -151,7 +155,10 @@ def init(
 
 @app.command()
 def schedule(**arguments: Any) -> None:
-    """Build, prove, simulate and draw a program. Needs no torch, Ray or GPU."""
+    """Build, prove, simulate and draw the program of a schedule.
+
+    Needs no torch, Ray or GPU.
+    """
     from pentad.orchestrator.cli.show_schedule import show_schedule
 
     show_schedule(ScheduleArguments(**arguments), Console())
@@ -177,7 +184,7 @@ def status(
     timeout: Timeout = 5.0,
     as_json: Json = False,
 ) -> None:
-    """Show what a run and each of its ranks are doing, or how the run ended."""
+    """Show what a run and its ranks are doing, or how it ended."""
     from pentad.orchestrator.cli.resolve import folder_of
     from pentad.orchestrator.cli.show_status import show_status
 
@@ -193,14 +200,14 @@ def _add_request(verb: str, text: str) -> None:
         show_request(folder_of(run, address), verb, Console(), as_json=as_json, timeout_seconds=timeout)
 
 
-_add_request("pause", "Pause a live run after the steps in flight; it keeps its ranks and their memory.")
+_add_request("pause", "Pause a live run after the steps in flight. Its ranks stay, with their memory.")
 _add_request("resume", "Resume a paused run.")
 _add_request("abort", "End a live run now, without a checkpoint.")
 
 
 @app.command()
 def stop(run: Run, address: Address = None, timeout: Timeout = 600.0, as_json: Json = False) -> int:
-    """End a live run after the steps in flight, with a checkpoint; the same command resumes it later."""
+    """End a live run after the steps in flight, with a checkpoint from which the same command resumes it."""
     from pentad.orchestrator.cli.resolve import find_run
 
     found = find_run(run, address)
@@ -218,7 +225,7 @@ def stop(run: Run, address: Address = None, timeout: Timeout = 600.0, as_json: J
 def logs(
     run: Run,
     address: Address = None,
-    follow: Annotated[bool, Option("--follow", help="Continue until the run ends; Ctrl-C detaches.")] = False,
+    follow: Annotated[bool, Option("--follow", help="Keep printing until the run ends; Ctrl-C detaches.")] = False,
     as_json: Json = False,
 ) -> int:
     """Print the steps and events of a run, or the log of a submitted job."""
@@ -236,8 +243,10 @@ def logs(
 
 
 @app.command()
-def runs(folder: Annotated[Path, Option(help="The run.folder to list.")] = Path("runs"), as_json: Json = False) -> None:
-    """List the runs in a folder: state, step, loss and time of the last step, the newest first."""
+def runs(
+    folder: Annotated[Path, Option(help="The folder of the runs (run.folder).")] = Path("runs"), as_json: Json = False
+) -> None:
+    """List the runs in a folder, newest first: state, step, loss and time of the last step."""
     from pentad.orchestrator.cli.show_lists import show_runs
 
     show_runs(folder, Console(), as_json=as_json)
@@ -245,7 +254,7 @@ def runs(folder: Annotated[Path, Option(help="The run.folder to list.")] = Path(
 
 @app.command()
 def schedules(as_json: Json = False) -> None:
-    """List the schedules: placement, chunks, slices, options and paper."""
+    """List the schedules with their placement, chunks, slices, options and papers."""
     from pentad.orchestrator.cli.show_lists import show_schedules
 
     show_schedules(Console(), as_json=as_json)
@@ -255,11 +264,14 @@ def schedules(as_json: Json = False) -> None:
 def submit(
     words: Words = None,
     address: Address = None,
-    name: Annotated[str | None, Option(help="ID of the job (default: run.name and a suffix).")] = None,
+    name: Annotated[str | None, Option(help="The job's ID (default: run.name and a suffix).")] = None,
     follow: Annotated[bool, Option(help="Print the job's log until it ends; Ctrl-C detaches.")] = True,
     as_json: Json = False,
 ) -> int:
-    """Submit what `train` would run as a job of a Ray cluster; run.folder and data.path are paths there."""
+    """Submit a training run to a Ray cluster as a job.
+
+    run.folder and data.path are paths on the cluster.
+    """
     from pentad.orchestrator.config.config import load
 
     config = load(*split_words(words))
@@ -270,7 +282,7 @@ def submit(
 
 @app.command()
 def jobs(address: Address = None, as_json: Json = False) -> int:
-    """List the runs that were submitted to a Ray cluster."""
+    """List the runs submitted to a Ray cluster."""
     from pentad.orchestrator.cli.show_jobs import show_jobs
 
     return show_jobs(address, Console(), as_json=as_json)
@@ -278,15 +290,22 @@ def jobs(address: Address = None, as_json: Json = False) -> int:
 
 @app.command(name="eval")
 def evaluate(
-    checkpoint: Annotated[str, Argument(help="A checkpoint's folder; or a run or an imported model: its newest one.")],
-    overrides: Annotated[list[str] | None, Argument(metavar="[a.b=value ...]", help="Overrides of its run.")] = None,
+    checkpoint: Annotated[
+        str, Argument(help="A checkpoint's folder; or a run or an imported model, for its newest checkpoint.")
+    ],
+    overrides: Annotated[
+        list[str] | None, Argument(metavar="[a.b=value ...]", help="Overrides of the run's configuration.")
+    ] = None,
     data: Annotated[
         list[str] | None, Option(metavar="PATH", help="A corpus, or NAME=PATH; may be repeated (default: the run's).")
     ] = None,
-    sequences: Annotated[int | None, Option(min=1, help="Sequences of each (default: as in the run).")] = None,
+    sequences: Annotated[int | None, Option(min=1, help="Sequences of each corpus (default: as in the run).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the loss and perplexity of a checkpoint; on the mesh of its run unless an override says otherwise."""
+    """Show the loss and perplexity of a checkpoint.
+
+    Evaluates on the mesh of its run, unless an override gives another.
+    """
     from pentad.orchestrator.monitoring.display import Display, print_evaluation
     from pentad.orchestrator.monitoring.runfolder import find_checkpoint
     from pentad.orchestrator.run.evaluate import eval_config
@@ -308,60 +327,9 @@ def evaluate(
         print_evaluation(console, str(found.folder), rows)
 
 
-@app.command(name="import-hf")
-def import_hf(
-    source: Annotated[Path, Argument(metavar="DIR", help="config.json and safetensors files.")],
-    out: Annotated[Path, Argument(help="A new or empty folder.")],
-    optimizer: Annotated[bool, Option("--optimizer", help="With the optimizer's state and step of an export.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Convert a Hugging Face model to a checkpoint of step 0 and a model section."""
-    from pentad.orchestrator.cli.show_hf import show_import
-
-    show_import(source, out, optimizer=optimizer, as_json=as_json)
-
-
-@app.command(name="export-hf")
-def export_hf(
-    checkpoint: Annotated[str, Argument(help="A checkpoint's folder, or a run: its newest one.")],
-    out: Annotated[Path, Argument(help="A new or empty folder.")],
-    dtype: Annotated[
-        Literal["bfloat16", "float32", "fp8"],
-        Option(help="Dtype of the weights; fp8: projections in 8 bits with scales, as in DeepSeek-V3's files."),
-    ] = "float32",
-    max_shard_size: Annotated[float, Option(min=0.000001, help="Largest file, in GB.")] = 5.0,
-    optimizer: Annotated[bool, Option("--optimizer", help="With the optimizer's state.")] = False,
-    adapter: Annotated[bool, Option("--adapter", help="Only the adapters of a LoRA run, for PEFT.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Convert a checkpoint, of any mesh, to a Hugging Face model; adapters of LoRA are merged."""
-    from pentad.orchestrator.cli.show_hf import Output, show_export
-
-    form: Literal["peft", "hf"] = "peft" if adapter else "hf"
-    show_export(checkpoint, Output(out, form, dtype, max_shard_size, optimizer), as_json=as_json)
-
-
-@app.command()
-def convert(
-    source: Annotated[str, Argument(help="A run, a checkpoint, a Hugging Face folder, or one that torch's DCP wrote.")],
-    out: Annotated[Path, Argument(help="A new or empty folder.")],
-    to: Annotated[
-        Literal["pentad", "hf", "dcp", "torchtitan"],
-        Option(help="dcp: for torch.distributed.checkpoint, with transformers' names; torchtitan: with torchtitan's."),
-    ],
-    model: Annotated[
-        Path | None, Option(help="What a DCP checkpoint holds: a folder with config.json, or YAML with a model.")
-    ] = None,
-    dtype: Annotated[
-        Literal["bfloat16", "float32"] | None, Option(help="Dtype of the weights (default: as they are; hf: float32).")
-    ] = None,
-    optimizer: Annotated[bool, Option("--optimizer", help="With the optimizer's state.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Convert checkpoints between pentad, Hugging Face, torch.distributed.checkpoint and torchtitan."""
-    from pentad.orchestrator.cli.show_hf import Output, show_convert
-
-    show_convert(source, Output(out, to, dtype, optimizer=optimizer), model, as_json=as_json)
+app.command(name="import-hf")(import_hf)
+app.command(name="export-hf")(export_hf)
+app.command()(convert)
 
 
 def _mute() -> None:

@@ -21,12 +21,19 @@ def calibrate(
     words: Words = None,
     run: Annotated[
         str | None,
-        Option("--from", metavar="RUN", help="Measure nothing: refine the table with what a run's instructions took."),
+        Option(
+            "--from",
+            metavar="RUN",
+            help="Measure nothing, but refine the table with the times of a run's instructions.",
+        ),
     ] = None,
-    out: Annotated[Path | None, Option(help="The table (default: one for this GPU in ~/.cache/pentad/rates).")] = None,
+    out: Annotated[Path | None, Option(help="The table's file (default: this GPU's in ~/.cache/pentad/rates).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure GPUs, links, and the kernels of CONFIG's shapes, here or on two nodes of its cluster, for plans."""
+    """Measure GPUs, links and kernels, so that plans predict with their figures.
+
+    Kernels are measured at the shapes of CONFIG's model, here or on two nodes of its cluster.
+    """
     if run is not None:
         if words:
             raise PentadError(f"--from is {run} beside '{words[0]}': expected no configuration")

@@ -13,7 +13,7 @@ from pentad.orchestrator.cli.completion import run_names
 
 checkpoint = typer.Typer(help="Save, list, verify and delete checkpoints.", no_args_is_help=True)
 _Folder = Annotated[
-    str, Argument(help="A run's folder or its name under runs/; or an imported model.", autocompletion=run_names)
+    str, Argument(help="A run's folder, its name under runs/, or an imported model.", autocompletion=run_names)
 ]
 
 
@@ -28,7 +28,7 @@ def save(run: Run, address: Address = None, timeout: Timeout = 600.0, as_json: J
 
 @checkpoint.command(name="list")
 def list_(run: _Folder, as_json: Json = False) -> None:
-    """List the checkpoints of a run: step, time, size, and which are complete; reads no content."""
+    """List the checkpoints of a run: step, time and size, and which are complete. Their contents are not read."""
     from pentad.orchestrator.cli.show_checkpoints import show_list
 
     show_list(run, Console(), as_json=as_json)
@@ -38,11 +38,16 @@ def list_(run: _Folder, as_json: Json = False) -> None:
 def verify(
     run: Annotated[
         str,
-        Argument(metavar="RUN", help="A run, all of its checkpoints; or one by its folder.", autocompletion=run_names),
+        Argument(
+            metavar="RUN", help="A run, for all of its checkpoints, or the folder of one.", autocompletion=run_names
+        ),
     ],
     as_json: Json = False,
 ) -> int:
-    """Compare every byte of checkpoints with its checksum; status 1 if a file is damaged, which is named."""
+    """Compare every byte of checkpoints with their checksums.
+
+    Damaged files are named; the exit status is then 1.
+    """
     from pentad.orchestrator.cli.show_checkpoints import show_verify
 
     return show_verify(run, as_json=as_json)
@@ -54,7 +59,7 @@ def prune(
     dry_run: Annotated[bool, Option("--dry-run", help="Only show what would be deleted.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete what a run's checkpoint.keep, keep_every and keep_best do not keep, once the run has ended."""
+    """Delete the checkpoints of an ended run that its checkpoint.keep, keep_every and keep_best do not keep."""
     from pentad.orchestrator.cli.show_checkpoints import show_prune
 
     show_prune(run, dry_run=dry_run, as_json=as_json)

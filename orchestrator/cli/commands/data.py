@@ -24,18 +24,23 @@ _LINE_EVERY = 10.0  # seconds, where the progress line cannot be rewritten
 @data.command()
 def build(
     sources: Annotated[
-        list[str], Argument(metavar="SOURCE", help="Files, folders, patterns or URIs; see docs/data-build.md.")
+        list[str], Argument(metavar="SOURCE", help="Files, folders, patterns or URIs (see docs/data-build.md).")
     ],
-    out: Annotated[str, Argument(metavar="OUT", help="A new or empty folder or URI, or one of an unfinished build.")],
+    out: Annotated[str, Argument(metavar="OUT", help="A new or empty folder or URI, or that of an unfinished build.")],
     vocab: Annotated[int | None, Option(help="Size of the tokenizer to train (default: 32,768).")] = None,
-    tokenizer: Annotated[Path | None, Option(help="A tokenizer.json, or a folder with one, instead.")] = None,
-    field: Annotated[str | None, Option(help="The column of the text (default: text) or the conversations.")] = None,
+    tokenizer: Annotated[Path | None, Option(help="Use this tokenizer.json, or the one in this folder.")] = None,
+    field: Annotated[str | None, Option(help="The column with the text (default: text) or conversations.")] = None,
     chat: Annotated[bool, Option("--chat", help="Rows are conversations; train on what the assistant says.")] = False,
-    chat_template: Annotated[Path | None, Option(help="A Jinja file instead of the tokenizer's template.")] = None,
+    chat_template: Annotated[
+        Path | None, Option(help="A Jinja file to use instead of the tokenizer's template.")
+    ] = None,
     workers: Annotated[int | None, Option(min=1, help="Processes (default: one per CPU).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn text or conversations into token shards; continues a build that was interrupted."""
+    """Turn text or conversations into token shards.
+
+    Continues a build that was interrupted.
+    """
     from pentad.schedules.ir.regular_files import MOST_JSON, regular_file
     from pentad.workers.data.corpus_index import plural
     from pentad.workers.preprocess.build import BuildRequest, build_corpus
@@ -96,7 +101,7 @@ def _duration(seconds: float) -> str:
 @data.command()
 def inspect(
     path: Annotated[str, Argument(help="A folder or URI that `pentad data build` wrote.")],
-    samples: Annotated[int, Option(min=0, help="Documents to show, each from its start.")] = 2,
+    samples: Annotated[int, Option(min=0, help="Documents to show the beginning of.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Verify token shards and show what is in them."""

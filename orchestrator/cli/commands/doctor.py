@@ -14,11 +14,14 @@ def doctor(
     words: Words = None,
     burn: Annotated[
         float | None,
-        Option(min=0, max=86400, help="Seconds to multiply matrices on all GPUs, or cores (default: 30 on GPUs)."),
+        Option(min=0, max=86400, help="Seconds to multiply matrices on all GPUs, or CPU cores (default: 30 on GPUs)."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Check versions, GPUs, links, limits and disk for CONFIG, here or on its cluster; status 1 if a check fails."""
+    """Check versions, GPUs, links, limits and disks, here or on a cluster.
+
+    Checks what CONFIG needs, on the cluster that it names. The exit status is 1 if a check fails.
+    """
     from pentad.orchestrator.cli.show_doctor import show_doctor
     from pentad.orchestrator.config.config import load
 

@@ -22,19 +22,22 @@ def timeline(
         bool, Option("--eval", help="Compare the last round of an evaluation; --step is the number of steps before it.")
     ] = False,
     explain: Annotated[
-        bool, Option("--explain", help="Show what each rank's time went into, and what would shorten the step.")
+        bool, Option("--explain", help="Show what each rank spent its time on, and what would shorten the step.")
     ] = False,
     profile: Annotated[
-        bool, Option("--profile", help="Show the kernels of a profiled step (metrics.profile_steps), in its trace too.")
+        bool,
+        Option("--profile", help="Show the kernels of a profiled step (metrics.profile_steps), also in its trace."),
     ] = False,
     html: Annotated[Path | None, Option(help="Write an interactive page of all measured steps.")] = None,
     svg: Annotated[Path | None, Option(help="Write a figure of the step.")] = None,
     trace: Annotated[Path | None, Option(help="Write a trace that opens in Perfetto (.json.gz).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a measured step of a run with the same step simulated at its measured costs."""
+    """Draw a measured step of a run beside its simulation.
+
+    The simulation takes the costs that were measured in the same step.
+    """
     from pentad.orchestrator.api.comparison import compare
-    from pentad.orchestrator.api.explanation import explain as explained
     from pentad.orchestrator.cli.show_schedule import output_file, write
     from pentad.orchestrator.monitoring.runfolder import resolve_run
 
@@ -48,12 +51,7 @@ def timeline(
     if explain:
         refused = ["--eval"] * evaluation + [*files]
         _refuse(refused, "--explain without it, which draws nothing and is of a step")
-        folder = resolve_run(run)
-        explanation = explained(folder, step)
-        if as_json:
-            print(json.dumps({"run": str(folder), **explanation.facts()}))
-        else:
-            console.print(explanation, crop=False)
+        _explain(resolve_run(run), step, console, as_json=as_json)
         return
     folder = resolve_run(run)
     found = compare(folder, step, evaluation=evaluation)
@@ -73,6 +71,16 @@ def timeline(
     if (html or trace) and found.planned.plan is None:
         text = f" without planned bytes and messages inside layers, as {found.planned.why}"
         console.print(Text(text), soft_wrap=True)
+
+
+def _explain(folder: Path, step: int | None, console: Console, *, as_json: bool) -> None:
+    from pentad.orchestrator.api.explanation import explain
+
+    explanation = explain(folder, step)
+    if as_json:
+        print(json.dumps({"run": str(folder), **explanation.facts()}))
+    else:
+        console.print(explanation, crop=False)
 
 
 def _refuse(options: Sequence[str], expected: str) -> None:
@@ -110,7 +118,7 @@ def _show_profile(
 def curves(
     run: Folder, svg: Annotated[Path | None, Option(help="Write a figure.")] = None, as_json: Json = False
 ) -> None:
-    """Show the losses of a run by step: of each corpus, in training and on held-out data."""
+    """Show the losses of a run by step, in training and on held-out data, of each corpus."""
     from pentad.orchestrator.api.curves import curves_of
     from pentad.orchestrator.cli.show_schedule import write
     from pentad.orchestrator.monitoring.runfolder import resolve_run
@@ -128,8 +136,10 @@ def curves(
 
 
 def page(run: Run, address: Address = None, timeout: Timeout = 5.0, as_json: Json = False) -> None:
-    """Print the address of a run's page, with its token: for one browser, not for others to see. That of a run that has
-    ended is served from its folder, until Ctrl-C."""
+    """Print the address of a run's page, with its secret token.
+
+    The page of a run that has ended is served from its folder until Ctrl-C.
+    """
     from pentad.orchestrator.cli.resolve import folder_of
     from pentad.orchestrator.cli.show_status import show_page
 

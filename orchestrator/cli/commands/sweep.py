@@ -18,18 +18,20 @@ def sweep(
         int, Option(min=0, max=100, metavar="N", help="Try the search's N best meshes at each point of the grid.")
     ] = 0,
     gpus: Annotated[
-        list[int] | None, Option(min=1, max=2**14, help="With --search: on this many GPUs; may be repeated.")
+        list[int] | None, Option(min=1, max=2**14, help="With --search: the number of GPUs; may be repeated.")
     ] = None,
-    steps: Annotated[int, Option(min=2, help="Steps of a trial, of which the first is not counted.")] = 10,
+    steps: Annotated[int, Option(min=2, help="Steps of a trial; the first is not counted.")] = 10,
     deadline: Annotated[float, Option(min=1, help="Seconds after which a trial is ended.")] = 600.0,
-    out: Annotated[Path | None, Option(help="The folder (default: sweeps/ and run.name); what it has is kept.")] = None,
-    retry: Annotated[bool, Option("--retry", help="Run trials again that failed.")] = False,
+    out: Annotated[
+        Path | None, Option(help="The sweep's folder (default: sweeps/ and run.name), whose contents are kept.")
+    ] = None,
+    retry: Annotated[bool, Option("--retry", help="Run failed trials again.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Run a grid of configurations, such as mesh.pp=2,4, as short trials beside each other; status 1 if none ends well.
+    """Run a grid of configurations, such as mesh.pp=2,4, as short trials beside each other.
 
-    Each ends by its deadline, and is a row in results.arrow and results.csv, with its cause if it failed. The same
-    command resumes a sweep that was interrupted.
+    Each trial ends by its deadline and is a row in results.arrow and results.csv, with the cause if it failed. The
+    same command resumes an interrupted sweep. The exit status is 1 if no trial succeeds.
     """
     from pentad.orchestrator.sweep.free_devices import find_free_devices
     from pentad.orchestrator.sweep.grid import grid

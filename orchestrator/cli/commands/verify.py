@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 def verify(
     run: Folder,
-    data: Annotated[bool, Option("--data/--no-data", help="Read the run's data and compare the samples, too.")] = True,
+    data: Annotated[bool, Option("--data/--no-data", help="Also read the run's data and compare the samples.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Prove from a run's files that each sample of its steps counted once, whatever failed meanwhile."""
+    """Prove from a run's files that each sample of its steps counted exactly once, whatever failed meanwhile."""
     from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS, resolve_run
     from pentad.orchestrator.records.json_lines import read_lines
     from pentad.orchestrator.records.run_lock import locked
