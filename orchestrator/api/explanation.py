@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,21 @@ from rich.text import Text
 
 from pentad.orchestrator.api.comparison import Comparison, compare
 from pentad.orchestrator.api.rendering import as_text
-from pentad.orchestrator.diagnosis.remedies import Remedy, better_schedule, left_of_parts, place_names, remedy_of
+from pentad.orchestrator.diagnosis.remedies import (
+    Remedy,
+    better_schedule,
+    left_of_parts,
+    place_names,
+    remedy_of,
+    remedy_of_clocks,
+)
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RANK_TIMES, saved_config
 from pentad.orchestrator.monitoring.tables import fitted_table, line
 from pentad.orchestrator.planning.formatting import format_duration, format_percent
+from pentad.orchestrator.records.gpu_clocks import GpuClocks, clocks_in
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.diagnosis.attribution import PARTS, Measured, RankStep, attribute, mean_parts
-from pentad.schedules.diagnosis.causes import find_causes
+from pentad.schedules.diagnosis.causes import find_causes, saved_by_clock
 from pentad.schedules.diagnosis.rank_times import load, measured_of
 from pentad.schedules.diagnosis.replay import Replay
 from pentad.schedules.diagnosis.step_view import StepView
@@ -34,7 +42,8 @@ LEAST_SHARE = 0.001  # of the step; causes below it get no line
 @dataclass(frozen=True, repr=False)
 class Explanation:
     """`ranks` have the parts of each rank's step, which add up to its time; `remedies` are the most expensive causes,
-    with what would remove each. A replay of the unchanged step takes `replayed` seconds."""
+    with what would remove each. A replay of the unchanged step takes `replayed` seconds. `clocks` are those of the
+    GPUs during the step, None on CPUs."""
 
     run: str
     program: str
@@ -43,6 +52,7 @@ class Explanation:
     remedies: tuple[Remedy, ...]
     replayed: float
     layers_measured: bool
+    clocks: GpuClocks | None = None
 
     @property
     def seconds(self) -> float:
@@ -63,6 +73,7 @@ class Explanation:
             "causes": [remedy._asdict() for remedy in self.remedies],
             "replayed_seconds": self.replayed,
             "layers_measured": self.layers_measured,
+            "gpus": self.clocks and asdict(self.clocks),
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -70,6 +81,8 @@ class Explanation:
         yield line((f" step {self.step}", "bold"), f" of {self.run}, {self.program}: {format_duration(self.seconds)}")
         yield Text()
         yield self._parts_table(width)
+        if self.clocks is not None:
+            yield line((f" {self.clocks}", "dim"))
         yield Text()
         if not self.remedies:
             yield line((" nothing that takes more than 0.1 % of the step has a remedy", "dim"))
@@ -127,12 +140,13 @@ def explain(folder: Path, step: int | None = None) -> Explanation:
     ]
     if (schedule := better_schedule(program, costs, config)) is not None:
         remedies.append(schedule)
+    if (clocks := clocks_in(row)) is not None and clocks.slowdown > 1:
+        remedies.append(remedy_of_clocks(clocks, config, saved_by_clock(replay, clocks.slowdown)))
     seconds = sum(rank.nanoseconds for rank in ranks) / len(ranks) / 1e9
     worth = sorted((each for each in remedies if each.seconds > LEAST_SHARE * seconds), key=lambda each: -each.seconds)
     layers = bool(measured.layers) or mesh.tp * mesh.cp * mesh.ep == 1
-    return Explanation(
-        found.run.name, program.name, found.step, ranks, tuple(worth[:MOST_CAUSES]), replay.makespan(), layers
-    )
+    given = found.run.name, program.name, found.step, ranks, tuple(worth[:MOST_CAUSES]), replay.makespan()
+    return Explanation(*given, layers, clocks)
 
 
 def _measured(folder: Path, found: Comparison, row: dict[str, Any]) -> Measured:

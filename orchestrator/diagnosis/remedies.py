@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning.formatting import format_percent
-from pentad.orchestrator.planning.planning import reasons_against_graphs
+from pentad.orchestrator.planning.planning import make_plan, reasons_against_graphs
+from pentad.orchestrator.records.gpu_clocks import GpuClocks
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.diagnosis.attribution import STARVED
@@ -22,6 +24,12 @@ from pentad.schedules.simulate.simulate import simulate_step_time
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
+LESS_ENERGY = "precision.matmul=fp8-tensor"
+_COOLER = {  # by what holds GPUs' clocks down
+    "power": "a higher limit (`nvidia-smi -pl`)",
+    "thermal": "better cooling of their hosts",
+    "hardware": "look at power cables and supplies",
+}
 MOST_ACTIONS = 4096  # most forwards in a program for which other schedules are tried
 
 
@@ -103,6 +111,17 @@ def better_schedule(program: Program, costs: Costs, config: RunConfig) -> Remedy
         return None
     memory = f", with activations of {more:g} microbatches instead of {held:g}" if more > held else ""
     return Remedy(f"the bubble that {program.name} has", f"schedule.name={best}{memory}", now - seconds)
+
+
+def remedy_of_clocks(clocks: GpuClocks, config: RunConfig, seconds: float) -> Remedy:
+    """What would let the GPUs' clocks rise, which saves `seconds` at most."""
+    remedy = _COOLER.get(clocks.reason, "see `nvidia-smi -q -d PERFORMANCE`")
+    if clocks.reason == "power" and config.precision.matmul == "compute":
+        with suppress(PentadError):  # a model, or a GPU, without FP8
+            make_plan(load(config, [LESS_ENERGY]), "cuda")
+            remedy = f"{LESS_ENERGY}, whose GEMMs take less energy; or {remedy}"
+    share = format_percent(1 / clocks.slowdown)
+    return Remedy(f"{clocks.cause} holds the GPUs at {share} of their highest clock", remedy, seconds)
 
 
 def left_of_parts(config: RunConfig) -> dict[str, float]:

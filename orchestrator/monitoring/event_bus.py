@@ -18,6 +18,7 @@ from pentad.orchestrator.monitoring.evaluations import evaluation_state
 from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.fp8_health import Fp8Health
+from pentad.orchestrator.records.gpu_clocks import row_of
 from pentad.orchestrator.records.profiles import StepProfile, save_profile
 from pentad.orchestrator.records.run_files import SETTLE_SECONDS, WAIT_SECONDS
 from pentad.schedules.diagnosis.slow_ranks import SlowRank
@@ -131,7 +132,7 @@ class EventBus:
         self._slots_grown([(row["step"], row.pop("expert_slots", 0)) for row in rows])
         profiles = [row.pop("profile", None) for row in rows]
         self.folder.rank_times.extend(times)
-        rows = self.folder.metrics(*rows)
+        rows = self.folder.metrics(*(row | row_of(self.gpus.values()) for row in rows))
         self._await_disk()
         for row in rows:
             self.display.step(row)

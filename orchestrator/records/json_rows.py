@@ -47,6 +47,18 @@ def _is_fp8(value: Any) -> bool:
     )
 
 
+def _is_gpus(value: Any) -> bool:
+    """Whether the value is as `orchestrator.records.gpu_clocks.row_of` writes it."""
+    measured = ("clock_hertz", "clock_most_hertz", "power_watts")
+    return (
+        isinstance(value, dict)
+        and {*value} == {"count", *measured, "throttled"}
+        and all(_is_number(value[name]) and value[name] > 0 for name in ("count", *measured))
+        and isinstance(value["throttled"], dict)
+        and all(map(_is_count, value["throttled"].values()))
+    )
+
+
 def _is_cosines(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_measured, value.values()))
 
@@ -69,6 +81,7 @@ _KINDS = {  # by name of the field, in whatever file
     **dict.fromkeys(("step_seconds", "tokens_per_second"), _MEASURED),
     "time": Kind("Unix seconds", lambda value: _is_number(value) and 0 <= value < 1e11),
     "sources": Kind("loss and target_tokens by name", _is_by_source),
+    "gpus": Kind("count, clocks, power and throttled GPUs by reason", _is_gpus),
     "fp8": Kind("amax, saturated and underflowed by parameter and operand", _is_fp8),
     "fp8_gradients": Kind("a cosine or null by parameter", _is_cosines),
     "skipped_batches": Kind("pairs of counts", _is_ranges),

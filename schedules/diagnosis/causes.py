@@ -38,6 +38,11 @@ def find_causes(replay: Replay, left: Mapping[str, float]) -> list[Cause]:
     return sorted((cause for cause in found if cause.seconds > 0), key=lambda cause: -cause.seconds)
 
 
+def saved_by_clock(replay: Replay, factor: float) -> float:
+    """Seconds that the step would save if all compute were `factor` times as fast."""
+    return replay.makespan() - replay.makespan(partial(_faster, np.full(len(replay.rank), factor)))
+
+
 def work_by_rank(replay: Replay) -> Array:
     """Compute seconds of every rank of the mesh, with recomputation but without waits inside layers or for a core."""
     return np.bincount(replay.rank, replay.parts["compute"] + replay.parts[RECOMPUTE], replay.view.mesh.size)

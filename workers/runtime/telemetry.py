@@ -36,9 +36,10 @@ _seen: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=MOST_XIDS
 class GpuState(NamedTuple):
     """The state of one GPU; None for what it does not report.
 
-    Memory is in bytes over all processes, `power` in watts, `clock` (of the SMs) in hertz, `temperature` in degrees
-    Celsius. `ecc_errors` counts uncorrectable memory errors since the driver was loaded. `throttles` are keys of
-    THROTTLES. `xids` are the errors that the driver has reported since this process first asked, in order.
+    Memory is in bytes over all processes, `power` in watts, `clock` (of the SMs) and its maximum in hertz,
+    `temperature` in degrees Celsius. `ecc_errors` counts uncorrectable memory errors since the driver was loaded.
+    `throttles` are keys of THROTTLES. `xids` are the errors that the driver has reported since this process first
+    asked, in order.
     """
 
     memory_used: int | None = None
@@ -49,6 +50,7 @@ class GpuState(NamedTuple):
     ecc_errors: int | None = None
     throttles: tuple[str, ...] | None = None
     xids: tuple[int, ...] | None = None
+    clock_most: float | None = None
 
 
 def read_gpu(index: int) -> GpuState | None:
@@ -64,6 +66,7 @@ def read_gpu(index: int) -> GpuState | None:
     memory = query(nvml.nvmlDeviceGetMemoryInfo, handle)
     power = query(nvml.nvmlDeviceGetPowerUsage, handle)
     clock = query(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
+    most = query(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
     reasons = query(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
     state = GpuState(
         memory_used=None if memory is None else int(memory.used),
@@ -76,6 +79,7 @@ def read_gpu(index: int) -> GpuState | None:
         ),
         throttles=None if reasons is None else tuple(name for name, bits in THROTTLES.items() if reasons & bits),
         xids=_xids(index),
+        clock_most=None if most is None else most * 1e6,
     )
     return None if state == GpuState() else state
 

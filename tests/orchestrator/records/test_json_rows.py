@@ -9,10 +9,12 @@ import pytest
 from pentad.orchestrator.records.json_rows import checked_row
 from pentad.schedules.ir.errors import PentadError
 
+GPUS = {"count": 8, "clock_hertz": 1.5e9, "clock_most_hertz": 1.98e9, "power_watts": 690.5, "throttled": {"power": 8}}
 GOOD: list[dict[str, Any]] = [
     {"step": 0, "generation": 1, "loss": 2.5, "mfu": None},
     {"event": "lost", "step": -1},  # a rank before its first step
     {"perplexity": 4.1e111},
+    {"gpus": GPUS},
     {"skipped_batches": [[0, 3], [7, 8]], "sources": {"web": {"loss": None, "target_tokens": 5}}},
 ]
 BAD = [
@@ -32,6 +34,10 @@ BAD = [
     {"fp8": {"layers.0.qkv": {"weight": {"amax": 1.0}}}},
     {"fp8": {"layers.0.qkv": 3}},
     {"fp8": []},
+    {"gpus": 3},
+    {"gpus": GPUS | {"clock_hertz": 0}},
+    {"gpus": GPUS | {"throttled": {"power": "all"}}},
+    {"gpus": {"count": 8}},
 ]
 
 

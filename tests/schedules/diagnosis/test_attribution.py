@@ -10,7 +10,7 @@ import pytest
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.diagnosis.attribution import PARTS, LayerWait, Measured, RankStep, Starved, attribute
-from pentad.schedules.diagnosis.causes import find_causes
+from pentad.schedules.diagnosis.causes import find_causes, saved_by_clock
 from pentad.schedules.diagnosis.replay import Replay
 from pentad.schedules.diagnosis.step_view import StepView
 from pentad.schedules.ir.errors import PentadError
@@ -159,6 +159,8 @@ def test_a_replay_takes_as_long_as_the_step_and_less_without_a_cause(name: str, 
     base = replay(costs)
     assert base.makespan() == pytest.approx(seconds(costs), rel=1e-6)
     assert base.scaled("between stages") == pytest.approx(seconds(replace(costs, transfer=0.0)), rel=1e-6)
+    faster = seconds(replace(costs, slowdown=(0.8,) * ranks))
+    assert base.makespan() - saved_by_clock(base, 1.25) == pytest.approx(faster, rel=1e-6)
     assert base.scaled("optimizer", 0.5) == pytest.approx(seconds(replace(costs, step=1e-3)), rel=1e-6)
     assert all(cause.kind not in ("slow rank", "slow link") for cause in find_causes(base, {}))
 

@@ -16,7 +16,8 @@ ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetHandleByIndex": "handle",
     "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=10 << 30, total=80 << 30),
     "nvmlDeviceGetPowerUsage": 512_500,
-    "nvmlDeviceGetClockInfo": 1980,
+    "nvmlDeviceGetClockInfo": 1490,
+    "nvmlDeviceGetMaxClockInfo": 1980,
     "nvmlDeviceGetTemperature": 61,
     "nvmlDeviceGetTotalEccErrors": 2,
     "nvmlDeviceGetCurrentClocksEventReasons": 0x4 | 0x40 | 0x1,
@@ -28,12 +29,13 @@ FIELDS = {
     "nvmlDeviceGetMemoryInfo": ("memory_used", "memory_total"),
     "nvmlDeviceGetPowerUsage": ("power",),
     "nvmlDeviceGetClockInfo": ("clock",),
+    "nvmlDeviceGetMaxClockInfo": ("clock_most",),
     "nvmlDeviceGetTemperature": ("temperature",),
     "nvmlDeviceGetTotalEccErrors": ("ecc_errors",),
     "nvmlDeviceGetCurrentClocksEventReasons": ("throttles",),
     "nvmlDeviceRegisterEvents": ("xids",),
 }
-STATE = GpuState(10 << 30, 80 << 30, 512.5, 1.98e9, 61, 2, ("power", "thermal"), ())
+STATE = GpuState(10 << 30, 80 << 30, 512.5, 1.49e9, 61, 2, ("power", "thermal"), (), 1.98e9)
 Refuse = Callable[..., list[str]]
 
 
