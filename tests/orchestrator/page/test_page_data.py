@@ -131,18 +131,19 @@ def test_the_load_of_experts_is_relative_to_its_layer(run: PageRun) -> None:
 
 @pytest.mark.quiet
 def test_figures_of_many_spans_are_drawn_in_another_process(tmp_path: Path) -> None:
-    """The driver's process, which keeps the ranks busy, takes a fraction of the time that drawing in it would take."""
+    """The driver, which keeps the ranks busy, takes a fraction of the time that drawing itself would take it. Threads
+    that earlier tests have left do not count."""
     with page_run(tmp_path, "mesh.pp=4", "schedule.microbatches=32", "batch.global_batch_size=64") as run:
         run.run(*range(5))
         plan, measured = run.data._measured()
         times = [RankTime(step, rank, "F", rank // 2, 1.0) for step in range(500) for rank in range(8)] * 4
-        began = time.process_time()
+        began = time.thread_time()
         page = comparison_page(DrawnRun.of_plan(plan), measured, simulate_steps(plan, measured, costs_of(plan)))
         figure = svg_rank_times(times, plan.mesh, title="")
-        here = time.process_time()
+        here = time.thread_time()
         assert run.data.timeline_html() == page and rank_times_svg(times, plan.mesh, "") == figure != ""
-        print(f"here {here - began:.3f} s, {time.process_time() - here:.3f} s with a process")
-        assert time.process_time() - here < 0.5 * (here - began)
+        print(f"here {here - began:.3f} s, {time.thread_time() - here:.3f} s with a process")
+        assert time.thread_time() - here < 0.5 * (here - began)
 
 
 def test_the_time_left_is_that_of_the_last_steps_while_the_run_continues(run: PageRun) -> None:
