@@ -82,7 +82,7 @@ class Explanation:
         yield Text()
         yield self._parts_table(width)
         if self.clocks is not None:
-            yield line((f" {self.clocks}", "dim"))
+            yield line((f" GPUs at {self.clocks}", "dim"))
         yield Text()
         if not self.remedies:
             yield line((" nothing that takes more than 0.1 % of the step has a remedy", "dim"))

@@ -24,6 +24,7 @@ from pentad.orchestrator.page.drawing import rank_times_svg, timeline_html
 from pentad.orchestrator.page.step_curves import StepCurves
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.fit import device_memory
+from pentad.orchestrator.records.gpu_clocks import clocks_in
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.hang_detection import SILENT_SECONDS, positions_in_program
 from pentad.schedules.diagnosis.rank_times import RankTime
@@ -143,7 +144,7 @@ class PageData(Watcher):
         names = ("run", "state", "step", "steps", "generation", "mesh", "schedule", "program")
         return {
             **{name: getattr(view, name) for name in (*names, "loss", "tokens_per_second", "verdict")},
-            "newest": newest and {key: newest.get(key) for key in PACE},
+            "newest": newest and _pace(newest),
             "seconds_left": view.seconds_left if view.state == "running" else None,
             "axes": asdict(plan.mesh),
             "ranks": ranks,
@@ -235,6 +236,12 @@ class PageData(Watcher):
             if name not in self.made or self.made[name][0] != of:
                 self.made[name] = of, make()
             return self.made[name][1]
+
+
+def _pace(row: dict[str, Any]) -> dict[str, Any]:
+    """How fast a step was, and the clocks of its GPUs in words."""
+    clocks = clocks_in(row)
+    return {**{key: row.get(key) for key in PACE}, "clocks": "" if clocks is None else str(clocks)}
 
 
 def _relative(load: Sequence[int]) -> list[float]:

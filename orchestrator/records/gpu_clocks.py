@@ -42,7 +42,7 @@ class GpuClocks:
 
     def __str__(self) -> str:
         megahertz, most = self.clock_hertz / 1e6, self.clock_most_hertz / 1e6
-        text = f"GPUs at {megahertz:,.0f} of {most:,.0f} MHz and {self.power_watts:,.0f} W"
+        text = f"{megahertz:,.0f} of {most:,.0f} MHz and {self.power_watts:,.0f} W"
         if not self.reason:
             return text
         return f"{text}; {self.cause} holds down {self.throttled[self.reason]} of {self.count}"

@@ -113,13 +113,14 @@ function pairOf(name) {
 }
 
 /** How fast the newest step was, beside what its bubble should be. */
-function lastStep({ step_seconds, mfu, bubble_measured, bubble_planned }) {
+function lastStep({ step_seconds, mfu, bubble_measured, bubble_planned, clocks }) {
   const known = (value) => typeof value === "number";
   const facts = {};
   if (known(step_seconds)) facts["a step"] = seconds(step_seconds);
   if (known(mfu)) facts.MFU = percent(mfu);
   const planned = known(bubble_planned) ? `, planned ${percent(bubble_planned)}` : "";
   if (known(bubble_measured)) facts.bubble = `${percent(bubble_measured)}${planned}`;
+  if (clocks) facts.GPUs = clocks;
   return facts;
 }
 

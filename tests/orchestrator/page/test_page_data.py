@@ -18,6 +18,7 @@ from pentad.orchestrator.planning.estimate import costs_of
 from pentad.schedules.diagnosis.rank_rows import svg_rank_times
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.runtime.telemetry import GpuState
 
 
 @pytest.fixture
@@ -144,6 +145,15 @@ def test_figures_of_many_spans_are_drawn_in_another_process(tmp_path: Path) -> N
         assert run.data.timeline_html() == page and rank_times_svg(times, plan.mesh, "") == figure != ""
         print(f"here {here - began:.3f} s, {time.thread_time() - here:.3f} s with a process")
         assert time.thread_time() - here < 0.5 * (here - began)
+
+
+def test_the_newest_step_has_the_clocks_of_its_gpus(run: PageRun) -> None:
+    run.bus.set_state("running")
+    run.run(0)
+    assert run.data.state()["newest"]["clocks"] == ""
+    run.bus.gpus = {0: GpuState(power=690.0, clock=1.5e9, clock_most=2e9, throttles=("power",))}
+    run.run(1)
+    assert run.data.state()["newest"]["clocks"] == "1,500 of 2,000 MHz and 690 W; the power limit holds down 1 of 1"
 
 
 def test_the_time_left_is_that_of_the_last_steps_while_the_run_continues(run: PageRun) -> None:
