@@ -141,7 +141,8 @@ def explain(folder: Path, step: int | None = None) -> Explanation:
     if (schedule := better_schedule(program, costs, config)) is not None:
         remedies.append(schedule)
     if (clocks := clocks_in(row)) is not None and clocks.slowdown > 1:
-        remedies.append(remedy_of_clocks(clocks, config, saved_by_clock(replay, clocks.slowdown)))
+        saved = saved_by_clock(replay, clocks.slowdown)
+        remedies.append(remedy_of_clocks(clocks, config, found.planned.plan, saved))
     seconds = sum(rank.nanoseconds for rank in ranks) / len(ranks) / 1e9
     worth = sorted((each for each in remedies if each.seconds > LEAST_SHARE * seconds), key=lambda each: -each.seconds)
     layers = bool(measured.layers) or mesh.tp * mesh.cp * mesh.ep == 1

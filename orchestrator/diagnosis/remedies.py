@@ -113,11 +113,11 @@ def better_schedule(program: Program, costs: Costs, config: RunConfig) -> Remedy
     return Remedy(f"the bubble that {program.name} has", f"schedule.name={best}{memory}", now - seconds)
 
 
-def remedy_of_clocks(clocks: GpuClocks, config: RunConfig, seconds: float) -> Remedy:
-    """What would let the GPUs' clocks rise, which saves `seconds` at most."""
+def remedy_of_clocks(clocks: GpuClocks, config: RunConfig, plan: Plan | None, seconds: float) -> Remedy:
+    """What would let the GPUs' clocks rise, which saves `seconds` at most. `plan` as in `remedy_of`."""
     remedy = _COOLER.get(clocks.reason, "see `nvidia-smi -q -d PERFORMANCE`")
-    if clocks.reason == "power" and config.precision.matmul == "compute":
-        with suppress(PentadError):  # a model, or a GPU, without FP8
+    if clocks.reason == "power" and plan is not None and plan.fp8 is None:
+        with suppress(PentadError, ScheduleError):  # a model, or a GPU, without FP8
             make_plan(load(config, [LESS_ENERGY]), "cuda")
             remedy = f"{LESS_ENERGY}, whose GEMMs take less energy; or {remedy}"
     share = format_percent(1 / clocks.slowdown)

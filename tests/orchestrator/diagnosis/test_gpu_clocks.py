@@ -96,5 +96,10 @@ REMEDIES = {
 def test_a_remedy_fits_the_reason_and_the_configuration(case: str) -> None:
     clocks, words, expected = REMEDIES[case]
     config: RunConfig = load(None, words)
-    found = remedy_of_clocks(clocks, config, 0.25)
+    found = remedy_of_clocks(clocks, config, make_plan(config, "cuda"), 0.25)
     assert found.remedy.startswith(expected) and found.seconds == 0.25
+
+
+def test_without_its_plan_no_other_recipe_is_tried() -> None:
+    """A custom model's file would be executed."""
+    assert remedy_of_clocks(BOTH, load(None, LLAMA), None, 0.25).remedy.startswith("a higher limit")
