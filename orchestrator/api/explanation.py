@@ -43,7 +43,7 @@ LEAST_SHARE = 0.001  # of the step; causes below it get no line
 class Explanation:
     """`ranks` have the parts of each rank's step, which add up to its time; `remedies` are the most expensive causes,
     with what would remove each. A replay of the unchanged step takes `replayed` seconds. `clocks` are those of the
-    GPUs during the step, None on CPUs."""
+    GPUs as last read when the step was recorded, None on CPUs."""
 
     run: str
     program: str

@@ -132,7 +132,8 @@ class EventBus:
         self._slots_grown([(row["step"], row.pop("expert_slots", 0)) for row in rows])
         profiles = [row.pop("profile", None) for row in rows]
         self.folder.rank_times.extend(times)
-        rows = self.folder.metrics(*(row | row_of(self.gpus.values()) for row in rows))
+        clocks = row_of(self.gpus.values())
+        rows = self.folder.metrics(*(row | clocks for row in rows))
         self._await_disk()
         for row in rows:
             self.display.step(row)

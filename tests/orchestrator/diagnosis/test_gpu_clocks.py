@@ -21,7 +21,7 @@ from pentad.orchestrator.records.gpu_clocks import GpuClocks, clocks_in, clocks_
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.workers.runtime.telemetry import GpuState
+from pentad.workers.runtime.telemetry import THROTTLES, GpuState
 
 FREE = GpuState(power=500.0, clock=1.8e9, clock_most=2e9, throttles=())
 HELD = GpuState(power=700.0, clock=1.4e9, clock_most=2e9, throttles=("power",))
@@ -98,6 +98,13 @@ def test_a_remedy_fits_the_reason_and_the_configuration(case: str) -> None:
     config: RunConfig = load(None, words)
     found = remedy_of_clocks(clocks, config, make_plan(config, "cuda"), 0.25)
     assert found.remedy.startswith(expected) and found.seconds == 0.25
+
+
+@pytest.mark.parametrize("reason", THROTTLES)
+def test_every_reason_that_nvml_may_give_has_words_and_a_remedy(reason: str) -> None:
+    clocks = GpuClocks(1, 1e9, 2e9, 400.0, {reason: 1})
+    assert clocks.cause != reason
+    assert "nvidia-smi -q" not in remedy_of_clocks(clocks, load(None), None, 0.25).remedy
 
 
 def test_without_its_plan_no_other_recipe_is_tried() -> None:
