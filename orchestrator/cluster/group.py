@@ -79,13 +79,16 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         generation: int = 1,
         lease: HeldLease | None = None,
         progress: Callable[[str], None] = lambda phase: None,
+        placed: Callable[[WorkerGroup, Callable[[str], None]], None] = lambda group, progress: None,
     ) -> WorkerGroup:
         """Creates and connects one worker per rank in `placement`, which the group then owns, and reports each phase to
-        `progress`. Raises PentadError, leaving nothing behind, if that fails or takes more than `timeout_seconds`."""
+        `progress`; `placed` is called before the ranks load. Raises PentadError, leaving nothing behind, if any of that
+        fails or takes more than `timeout_seconds`."""
         deadline = time.monotonic() + timeout_seconds
         group = WorkerGroup(plan, placement, generation, runner, lease)
         try:
             group._create(deadline)
+            placed(group, progress)
             progress("loading the ranks")
             group.load(deadline, keep=False)
             progress("connecting the ranks")

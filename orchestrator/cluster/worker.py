@@ -338,6 +338,10 @@ class Worker:
         """This node's monotonic seconds."""
         return time.monotonic()
 
+    @ray.method(concurrency_group="control")
+    def gpu_now(self) -> GpuState | None:
+        return read_gpu(self._gpu_number())
+
     @contextmanager
     def _publishing(self, generation: int, step: int) -> Iterator[None]:
         """Keeps the generation from ending during the block. Raises StaleGeneration if it has ended, and PentadError if

@@ -79,18 +79,20 @@ def _transport_text(plan: Plan) -> str:
 
 def facts_table(plan: Plan, costs: Costs) -> Table:
     model, batch, program = plan.model, plan.batch, plan.program
-    device = "GPUs" if plan.device == "cuda" else "CPUs"
+    device, ranks = "GPU" if plan.device == "cuda" else "CPU", plan.mesh.size
+    mesh, on = (f"{plan.mesh}: {ranks} ranks", f"{device}s") if ranks > 1 else (str(plan.mesh), f"a {device}")
     custom = f"{model.custom.text}, " if model.custom is not None else ""
     size_of_model = f"{model.layers} layers of {model.hidden}, vocabulary of {model.vocab:,}"
     graphs = ", CUDA graphs" if plan.cuda_graphs else ""
     slices = f" in {program.slices} slices" if program.slices > 1 else ""
-    microbatches = f"{program.microbatches} microbatches of {batch.micro_batch_size}{slices}"
+    many = "es" * (program.microbatches > 1)
+    microbatches = f"{program.microbatches} microbatch{many} of {batch.micro_batch_size}{slices}"
     sequences = f"{batch.global_batch_size} sequences of {batch.sequence_length}"
     facts: dict[str, str | Text] = {
         "run": Text(plan.name, "bold"),
         "model": f"{custom}{format_count(num_parameters(model))} parameters: {size_of_model}",
         "batch": f"{sequences} = {batch.tokens:,} tokens a step",
-        "mesh": f"{plan.mesh}: {plan.mesh.size} ranks, {plan.dtype} on {device}{_transport_text(plan)}{graphs}",
+        "mesh": f"{mesh}, {plan.dtype} on {on}{_transport_text(plan)}{graphs}",
     }
     facts |= _kernel_facts(plan)
     if plan.expert_slots:

@@ -35,7 +35,8 @@ class CannotRecover(WorkerError):
 
 @dataclass
 class RecoveryState:
-    """What survives of a generation: the newest weights, after `version` steps, are held by the ranks `current`.
+    """What survives of a generation: the newest weights, after `version` steps, are held by the ranks `current`; if
+    no rank has any, `version` is -1.
 
     `results[step][rank]` are the results of completed steps, `evaluations` the newest ones by step, `lost[rank]` is why
     a rank was lost, and `seconds` has the duration of each phase of the recovery. If a rank was `corrupt`, only the
@@ -62,7 +63,7 @@ class RecoveryState:
 def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     """Ends the generation on every living rank and fills `state`; ranks that do not answer are added to `state.lost`.
 
-    Raises CannotRecover if no rank is left, and Superseded if another driver has fenced a rank meanwhile.
+    Raises Superseded if another driver has fenced a rank meanwhile.
     """
     began = time.monotonic()
     _await_storing(group, state.lost)
@@ -75,11 +76,7 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     kill(group, state.lost)
     snapshots: dict[int, RankSnapshot] = _call_living(group, state.lost, "leave", SNAPSHOT_SECONDS, record)
     kill(group, state.lost)
-    if not snapshots:
-        cause = "".join(f"{text}; " for text in list(state.lost.values())[:1])
-        text = f"{cause}no rank is left of the run; the same command resumes from the newest checkpoint, if any"
-        raise CannotRecover(text, min(state.lost), text)
-    state.version = max(snapshot.version for snapshot in snapshots.values())
+    state.version = max((snapshot.version for snapshot in snapshots.values()), default=-1)
     # A rank that lacks only the last step's global norm gets it from one that has taken it and still has the norm.
     # It no longer does if a former driver has already started it in another generation.
     late = [rank for rank, s in snapshots.items() if s.version == state.version - 1 and s.ready]

@@ -18,7 +18,8 @@ from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, Diagnosis, Positi
 
 AWAITED = {*RECEIVES, *COLLECTIVES}
 SILENT_SECONDS = 2.0  # a healthy rank answers within milliseconds
-REPORT_SECONDS = 2.0  # without progress before the user sees which rank the run waits for
+# Without progress before the user sees which rank the run waits for; a first step compiles kernels.
+REPORT_SECONDS, FIRST_REPORT_SECONDS = 2.0, 15.0
 SLOWER = 10  # an instruction may take this many times its measured seconds longer than elastic.hang_seconds
 
 
@@ -64,7 +65,7 @@ class HangDetector:
         silent = self._silent(now)
         is_idle = not stepping and not silent  # between steps, at a checkpoint or paused
         self.stalled = 0.0 if moved or is_idle else self.stalled + passed
-        if self.stalled < REPORT_SECONDS:
+        if self.stalled < self._report_seconds(costs):
             return None
         number, positions = self._positions(statuses)
         plan = self.group.plan
@@ -73,6 +74,9 @@ class HangDetector:
         causes = _causes(verdict, silent, plan.mesh.size)
         late = self.stalled > self.deadline(costs, _actions(plan, number, positions, causes))
         return Stall(self.stalled, late, verdict, causes)
+
+    def _report_seconds(self, costs: Costs | None) -> float:
+        return REPORT_SECONDS if costs is not None else min(FIRST_REPORT_SECONDS, self.deadline(None))
 
     def fault(self, stall: Stall) -> WorkerError:
         """The error for ranks that hang."""

@@ -55,7 +55,7 @@ class Recovery:
         full: Plan | None = None,
     ) -> None:
         """`full` is the plan of the full mesh, if not that of the group."""
-        self.elastic, self.group, self.bus = config.elastic, group, bus
+        self.elastic, self.group, self.bus, self.first = config.elastic, group, bus, start.step
         self.ranks = Regroup(config, group, bus, requests, start, copies, full or group.plan)
         self.evictions, self.rebalance = Evictions(config.elastic, group, bus), Rebalance(config, group, bus)
         self.replan = Replan(config, group, bus)
@@ -168,6 +168,8 @@ class Recovery:
             try:
                 self.ranks.spares.begin(state.lost)
                 fence(self.group, state, self.bus.record)
+                if len(state.lost) == len(self.group.actors) and done <= self.first:
+                    raise self._hopeless(state, fault)
                 if state.corrupt:  # steps since the last check may have used wrong data
                     state.current = ()
                     self.ranks.copies.forget()
@@ -204,6 +206,13 @@ class Recovery:
         seconds = self.checked - began
         self.bus.display.note(f"{DONE[how]} after {seconds:.1f} s on {mesh}: continuing from step {state.version}")
         return state
+
+    def _hopeless(self, state: RecoveryState, fault: WorkerError | None) -> CannotRecover:
+        """The error if all ranks are lost before a step is complete: new ones would most likely end the same way."""
+        cause = next(iter(state.lost.values()))
+        text = f"{cause}; all ranks were lost before a step was complete"
+        detail = fault.detail if fault else text
+        return CannotRecover(text, min(state.lost), detail, fault=fault.fault if fault else "")
 
     def _change(self, state: RecoveryState) -> str:
         """Makes the planned change for `regroup` when no rank leaves; returns its name in the journal."""

@@ -243,6 +243,8 @@ class Regroup:
                     copy = self._find_copy(state) if reads < READS else None
                     newest = self._newest(restart=copy is not None)
                     continue
+                if found is None:
+                    self.bus.display.note("there is no checkpoint: back to what the run started from")
                 start = Start(found.folder, found.step) if found else self.start
                 state.version = start.step
                 if newest.restore(self.group, start, self._check_answers()):
@@ -281,7 +283,7 @@ class Regroup:
         living = [actor for rank, actor in enumerate(self.group.actors) if rank not in state.lost]
         found = self.copies.found([*living, *(actor for actor, _ in self.former)])
         if found is None and self.config.elastic.replicate_every:
-            text = "the ranks that are left hold no complete copy of the state in memory"
+            text = "no complete copy of the state is left in memory"
             self.bus.record("copies lost", generation=self.group.generation, ranks=sorted(state.lost), cause=text)
             self.bus.display.note(text)
         return found

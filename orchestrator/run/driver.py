@@ -40,7 +40,7 @@ from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
 from pentad.orchestrator.run.init_from import Origin, adapter_request, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import History
-from pentad.orchestrator.run.placing import Room, check_failure_domain, reserved, reserved_or_left
+from pentad.orchestrator.run.placing import Room, check_failure_domain, reserved, reserved_or_left, start_ranks
 from pentad.orchestrator.run.resumed_optimizer import dropped_state
 from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
@@ -103,8 +103,7 @@ def evaluate_on(
     timeout = config.cluster.start_timeout_seconds
     with ExitStack() as stack:
         room = stack.enter_context(reserved(config, plan, head, display))
-        given = room.plan, room.placement, timeout
-        group = stack.enter_context(WorkerGroup.start(*given, runner=runner, progress=display.phase))
+        group = stack.enter_context(start_ranks(config, room, runner, display.phase))
         group.restore(start)
         display.phase("evaluating")
         detector = HangDetector(group, config.elastic.hang_seconds, timeout)
@@ -121,9 +120,8 @@ def evaluate_on(
 
 def _started(config: RunConfig, room: Room, bus: EventBus, began: Beginning, runner: str) -> WorkerGroup:
     """Starts new ranks, which have no state yet."""
-    timeout, generation = config.cluster.start_timeout_seconds, began.facts["generation"]
-    options = {"runner": runner, "generation": generation, "lease": room.lease, "progress": bus.display.phase}
-    group = WorkerGroup.start(room.plan, room.placement, timeout, **options)
+    generation = began.facts["generation"]
+    group = start_ranks(config, room, runner, bus.display.phase, generation)
     try:
         bus.on_first_step = room.cluster.start_dashboard  # not earlier: ranks need the CPU while they start
         bus.record("place", generation=generation, ranks=_ranks(group))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.cluster import Cluster
+from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.held_lease import HeldLease, held_lease
 from pentad.orchestrator.cluster.local_head import LocalHead
 from pentad.orchestrator.cluster.placement import (
@@ -21,6 +24,8 @@ from pentad.orchestrator.cluster.placement import (
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS
+from pentad.orchestrator.planning.estimate import memories
+from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.records.checkpoint_places import path_of
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.adoption import Parked, can_adopt, find_parked
@@ -28,6 +33,9 @@ from pentad.orchestrator.recovery.placed_plans import plan_on
 from pentad.orchestrator.run.node_check import NodeCheck, reserve_checked
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
+
+FREED_SECONDS = 10.0  # for a run that has just ended to give its GPUs back
+ANSWER_SECONDS, POLL_SECONDS = 5.0, 0.5
 
 
 class Room(NamedTuple):
@@ -91,6 +99,51 @@ def check_failure_domain(label: str | None, room: Room, display: Display) -> Non
     elif len(domains) == 1:
         text += f", which is {domains.pop()} on all nodes with ranks"
         display.note(f"{text}: copies in memory would be lost with them")
+
+
+def start_ranks(
+    config: RunConfig, room: Room, runner: str, progress: Callable[[str], None], generation: int = 1
+) -> WorkerGroup:
+    """Starts and connects new ranks, which have no state yet. Raises PentadError, leaving nothing behind."""
+    options: dict[str, Any] = {"lease": room.lease, "progress": progress, "placed": require_gpu_memory}
+    timeout = config.cluster.start_timeout_seconds
+    return WorkerGroup.start(room.plan, room.placement, timeout, runner=runner, generation=generation, **options)
+
+
+def require_gpu_memory(group: WorkerGroup, progress: Callable[[str], None]) -> None:
+    """Waits until the GPUs of ranks that have not loaded yet have as much free memory as the plan needs there. Raises
+    PentadError if other processes still use it after FREED_SECONDS. GPUs that do not report their memory pass."""
+    if group.plan.device != "cuda":
+        return
+    needs = Counter[tuple[str, int]]()
+    for place, kinds in zip(group.places, memories(group.plan), strict=True):
+        needs[place.node, place.gpu] += kinds["total"]
+    deadline = 0.0
+    while texts := _without_room(group, needs):
+        if not deadline:
+            progress("waiting for GPU memory that other programs use")
+            deadline = time.monotonic() + FREED_SECONDS
+        elif time.monotonic() > deadline:
+            remedy = "end what else runs there (`pentad doctor` lists it), or choose other GPUs or a smaller plan"
+            raise PentadError(f"{'; '.join(texts)}: {remedy}")
+        time.sleep(POLL_SECONDS)
+
+
+def _without_room(group: WorkerGroup, needs: Counter[tuple[str, int]]) -> list[str]:
+    """What GPUs with too little free memory have and need, by node and number."""
+    calls = {rank: actor.gpu_now.remote() for rank, actor in enumerate(group.actors)}
+    states, _ = group.gather(calls, ANSWER_SECONDS)
+    found = dict[tuple[str, int], str]()
+    for rank, state in states.items():
+        place = group.places[rank]
+        if state is None or state.memory_used is None or state.memory_total is None:
+            continue
+        needed, free = needs[place.node, place.gpu], state.memory_total - state.memory_used
+        if needed > free:
+            has = f"has {format_bytes(free)} of {format_bytes(state.memory_total)} free"
+            text = f"GPU {place.gpu} of node {place.ip} {has}, and the plan needs {format_bytes(needed)}"
+            found[place.node, place.gpu] = text
+    return list(found.values())
 
 
 def _left(config: RunConfig, plan: Plan, cluster: Cluster, lease: HeldLease, runner: str) -> Room | None:

@@ -247,7 +247,7 @@ def justified(simulation: Simulation, message: str) -> bool:
         ("is intact", simulation.damaged),
         (".safetensors has", simulation.damaged),  # damaged after the driver has read it
         ("manifest.json", simulation.damaged),
-        ("no rank is left", lost),
+        ("all ranks were lost before a step", lost),
         ("no node with room", kinds & {"node lost", "partition", "node drains"}),
         ("did not start within it", lost),
         ("the newest surviving state", lost),

@@ -186,12 +186,10 @@ class Simulation:
         """Runs the driver's `fence`, and records what must survive it."""
         self.recovers = True
         healthy = [a.process for r, a in enumerate(group.actors) if r not in state.lost and a.process.is_healthy]
-        try:
-            real_fence(group, state, record)
-        except fence.CannotRecover as error:
-            if "late message" not in self.kinds and any(each.killed_by_driver and each.is_well for each in healthy):
-                raise Broken(f"the run is given up though ranks were left: {error}") from None
-            raise
+        real_fence(group, state, record)
+        is_empty = len(state.lost) == len(group.actors) and "late message" not in self.kinds
+        if is_empty and any(each.killed_by_driver and each.is_well for each in healthy):
+            raise Broken(f"all ranks are given up though some were left: {state.lost}")
         self.fenced_before = group.generation
         self.floor = *self._surviving(group, state), self._newest_intact()
 

@@ -79,13 +79,14 @@ def test_a_run_with_a_lost_rank_ends_with_the_bits_of_one_without(nodes, start, 
     assert_same(run, expected, STEPS)
 
 
-def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start, reference):
+@pytest.mark.parametrize("ranks", [(2,), (0, 1, 2, 3)])
+def test_stages_that_are_lost_come_back_from_the_newest_checkpoint(nodes, start, reference, ranks):
     nodes.resize(*FOUR)
     words = (*LINE, "schedule.name=zb-h2")
     expected = reference(*words)
     run = start(*words)
     run.wait_for_checkpoint(50)
-    run.signal_ranks(2)
+    run.signal_ranks(*ranks)
     assert_recovered(run, "checkpoint")
     assert run.events("recovered")[0]["step"] >= 50
     assert_same(run, expected, STEPS)

@@ -95,6 +95,16 @@ def test_the_start_timeout_is_the_deadline_until_a_step_is_measured(clock: Clock
     assert clock.look(3, costs=None)[-1].late
 
 
+def test_a_first_step_that_compiles_its_kernels_is_not_reported_as_waiting(clock: Clock) -> None:
+    assert clock.look(14.5, costs=None) == []
+    assert [stall.late for stall in clock.look(1, costs=None)] == [False, False]
+
+
+def test_a_first_step_is_reported_no_later_than_it_is_late(clock: Clock) -> None:
+    clock.hangs.first_seconds = 5.0
+    assert [stall.late for stall in clock.look(6, costs=None)] == [False, True, True]
+
+
 def test_a_pause_or_a_long_checkpoint_is_not_a_hang(clock: Clock) -> None:
     assert clock.look(600, stepping=False) == []
     assert clock.look(1.5) == []

@@ -199,10 +199,30 @@ def test_a_recovery_that_fails_again_and_again_is_given_up(start: StartRun) -> N
     assert len(run.events("fence")) == ATTEMPTS and not run.events("recovered")
 
 
-def test_no_rank_left_ends_the_run_at_once(start: StartRun) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("saved", [0, 5])
+@pytest.mark.parametrize("overrides", [SQUARE, LINE])
+def test_if_all_ranks_are_lost_new_ones_go_back_to_the_newest_checkpoint(
+    start: StartRun, overrides: tuple[str, ...], saved: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, notes = start(*overrides, device=device), list[str]()
+    monkeypatch.setattr(run.bus.display, "note", notes.append)
+    if saved:
+        run.save(saved)
+    ranks = range(len(run.before))
+    state = run.recovery.recover(run.lose(*ranks), 7)
+    (recovered,) = run.events("recovered")
+    assert (recovered["how"], state.version) == ("checkpoint", saved)
+    assert run.versions() == [saved] * len(ranks) and not state.current
+    assert not {id(rank) for rank in run.before} & {id(rank) for rank in run.fake.members()}
+    assert [row["rank"] for row in run.events("lost")] == list(ranks)
+    assert ("there is no checkpoint: back to what the run started from" in notes) is (saved == 0)
+
+
+def test_all_ranks_lost_before_a_step_is_complete_end_the_run_at_once(start: StartRun) -> None:
     run = start(*SQUARE)
-    with pytest.raises(CannotRecover, match=r"; no rank is left of the run; the same command resumes from the newest"):
-        run.recovery.recover(run.lose(0, 1, 2, 3), 7)
+    with pytest.raises(CannotRecover, match=r"^rank 0 died; all ranks were lost before a step was complete$"):
+        run.recovery.recover(run.lose(0, 1, 2, 3), 0)
     assert run.group.generation == 2  # one attempt
 
 

@@ -113,9 +113,18 @@ def test_recovery_from_two_lost_ranks_whose_state_survives_elsewhere(nodes, star
 @slow
 @pytest.mark.parametrize(
     ("schedule", "mesh", "ranks"),
-    [("1f1b", LINE, (1,)), ("dualpipe", LINE, (0, 3)), ("zb-h2", SQUARE, (0, 1)), ("1f1b", CUT, (3,))],
+    [
+        ("1f1b", LINE, (1,)),
+        ("dualpipe", LINE, (0, 3)),
+        ("zb-h2", SQUARE, (0, 1)),
+        ("1f1b", CUT, (3,)),
+        ("zb-h2", SQUARE, (0, 1, 2, 3)),
+        ("1f1b", ("mesh.pp=1",), (0,)),
+    ],
 )
-def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start_run, reference, schedule, mesh, ranks):
+def test_state_that_no_rank_has_left_comes_from_the_newest_checkpoint(
+    nodes, start_run, reference, schedule, mesh, ranks
+):
     expected = reference(*mesh, f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
     run = start_run(*mesh, f"schedule.name={schedule}", "checkpoint.every=10")
