@@ -11,6 +11,7 @@ from typing import Any
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.errors import has_control_characters, shown
 from pentad.orchestrator.planning import hardware
+from pentad.orchestrator.planning.formatting import counted
 from pentad.schedules.ir.argument_types import checks_types
 from pentad.schedules.ir.errors import PentadError
 
@@ -39,7 +40,7 @@ def config_to_train(
     devices = gpus or max(2, cores)
     if config is None and not is_given and devices < ranks:
         number, kind = (gpus, "GPU") if gpus else (cores, "CPU core")
-        has = f"this machine has {number} {kind}" + "s" * (number > 1)
+        has = f"this machine has {counted(number, kind)}"
         note = f"{has}: the quickstart runs with mesh.pp = {devices}, not {ranks}"
         overrides.append(f"mesh.pp={devices}")
     return load(_source(config), overrides, sections), note

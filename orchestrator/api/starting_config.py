@@ -15,7 +15,7 @@ from pentad.orchestrator.checked_folders import checked_folder
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.errors import nearest
 from pentad.orchestrator.planning.fit import DeviceMemory
-from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration
+from pentad.orchestrator.planning.formatting import counted, format_bytes, format_count, format_duration
 from pentad.orchestrator.planning.hardware import rates_for
 from pentad.orchestrator.search.result import Planned
 from pentad.orchestrator.search.search import search
@@ -116,7 +116,7 @@ def _run_name(model: str) -> str:
 
 
 def _heading(model: str, gpus: int, parameters: int, choice: Planned, device: DeviceMemory) -> str:
-    size = f"{format_count(parameters)} parameters on {gpus} GPU{'s' * (gpus > 1)}"
+    size = f"{format_count(parameters)} parameters on {counted(gpus, 'GPU')}"
     memory = f"{format_bytes(choice.bytes)} of the {format_bytes(device.bytes)} {device.where}"
     source = rates_for(choice.config.cluster, "cuda").source
     pace = f"{format_duration(choice.seconds)} a step, {format_count(choice.tokens_per_second)} tokens/s"

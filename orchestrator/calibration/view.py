@@ -11,7 +11,7 @@ from pentad.orchestrator.calibration.calibrate import GROUPS
 from pentad.orchestrator.calibration.refine import Refined
 from pentad.orchestrator.gpus.rate_table import CPU, RateTable
 from pentad.orchestrator.gpus.table import GPUS
-from pentad.orchestrator.planning.formatting import format_duration, format_percent
+from pentad.orchestrator.planning.formatting import counted, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import rates_of
 from pentad.schedules.simulate.rates import Link, Links, Rates
 
@@ -29,7 +29,7 @@ def show_table(table: RateTable, console: Console) -> None:
     grid.add_row("", "measured", "assumed without", style="dim")
     for name, text in _rows(table.rates, table.assumed):
         grid.add_row(name, text, usual.get(name, ""))
-    console.print(f" {table.gpu}: {ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}", highlight=False)
+    console.print(f" {table.gpu}: {counted(ranks, 'rank')} on {counted(hosts, 'host')}", highlight=False)
     for each in table.kernels:
         times = ", ".join(f"{kernel} {format_duration(seconds)}" for kernel, seconds in each.seconds)
         grid.add_row(f"{each.op} of {' x '.join(map(str, each.sizes))}", times, each.seconds[0][0])

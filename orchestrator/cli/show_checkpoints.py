@@ -12,7 +12,7 @@ from rich.console import Console
 from pentad.orchestrator.cli.show_lists import clock, print_table
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
 from pentad.orchestrator.monitoring.runfolder import EVALUATIONS, find_checkpoints, is_checkpoint, resolve_run
-from pentad.orchestrator.planning.formatting import format_bytes
+from pentad.orchestrator.planning.formatting import counted, format_bytes
 from pentad.orchestrator.records.checkpoint_places import CONFIG, checkpoints_in, home_of, saved_config
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.records.run_lock import locked
@@ -81,7 +81,7 @@ def show_prune(run: str, *, dry_run: bool, as_json: bool) -> None:
         return
     for entry in gone:
         print(f"{'would delete' if dry_run else 'deleted'} {entry.folder.name} ({entry.state})")
-    print(f"{len(gone)} checkpoint{'s' * (len(gone) != 1)}, {format_bytes(size)}")
+    print(f"{counted(len(gone), 'checkpoint')}, {format_bytes(size)}")
 
 
 def _folder(run: str, root: Location) -> Path:

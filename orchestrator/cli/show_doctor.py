@@ -15,7 +15,7 @@ from rich.text import Text
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.doctor.examine import NAMES, examine
 from pentad.orchestrator.doctor.finding import FindingRow, Verdict, worst
-from pentad.orchestrator.planning.formatting import format_duration
+from pentad.orchestrator.planning.formatting import counted, format_duration
 from pentad.schedules.ir.errors import printable
 
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not applicable": "dim"}
@@ -36,7 +36,7 @@ def show_doctor(config: RunConfig, burn: float | None, console: Console, *, as_j
     else:
         _show_left_out(rows, console)
         counts = Counter(verdicts)
-        texts = [f"{counts[each]} {each}{'s' * (counts[each] > 1)}" for each in ("failure", "warning") if counts[each]]
+        texts = [counted(counts[each], each) for each in ("failure", "warning") if counts[each]]
         console.print(Text(f"\n {' and '.join(texts) or 'nothing wrong'}", _COLOURS[worst(verdicts)]))
     return int("failure" in verdicts)
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from pentad.orchestrator.api.starting_config import StartingConfig
 from pentad.orchestrator.planning.estimate import mfu
 from pentad.orchestrator.planning.fit import DeviceMemory
-from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
+from pentad.orchestrator.planning.formatting import counted, format_bytes, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import rates_for
 from pentad.orchestrator.search.reasons import Flip, describe, flips, nearest_fits, reason, shares_of
 from pentad.orchestrator.search.result import Planned
@@ -78,12 +78,13 @@ def _show_rest(
     for flip in changes:
         _line(console, f" would change it: {flip.sentence}")
     if not found.choices:
-        _line(console, f" nothing fits on {gpus} GPUs in the {room}", "bold red")
+        _line(console, f" nothing fits on {counted(gpus, 'GPU')} in the {room}", "bold red")
     for change, planned in nearest:
         _line(console, f" it fits {change}: {describe(planned)}, {format_duration(planned.seconds)} a step")
         _line(console, f"    {command.of(planned)}", "dim")
     source = rates_for(command.config.cluster, "cuda").source
-    possible = f"{found.num_possible} of {len(found.space.meshes)} meshes of {gpus} GPUs may fit in the {room}"
+    meshes = counted(len(found.space.meshes), "mesh", "meshes")
+    possible = f"{found.num_possible} of {meshes} of {counted(gpus, 'GPU')} may fit in the {room}"
     _line(console, f" {possible}; seconds come from rates {source}", "green" if found.choices else "")
     for sentence, number in _refused(found).items():
         more = f", and {number - 1} more for this reason" if number > 1 else ""

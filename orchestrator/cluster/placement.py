@@ -12,6 +12,7 @@ from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from pentad.orchestrator.planning.formatting import counted
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Mesh, numbered, ranks_in_host_order
 
@@ -281,4 +282,4 @@ def _amounts(amounts: Mapping[str, float], kinds: Iterable[str]) -> str:
 
 def _nodes(without: Collection[str]) -> str:
     alive = sum(node["Alive"] and node["NodeID"] not in without for node in ray.nodes())
-    return f"{alive} node" + "s" * (alive != 1)
+    return counted(alive, "node")

@@ -67,14 +67,14 @@ def remedy_of(cause: Cause, config: RunConfig, plan: Plan | None, places: Mappin
             text = "cluster.transport=auto" if peer else f"mesh.pp={max(1, mesh.pp // 2)} with more mesh.dp"
             return Remedy("transfers between stages", text, seconds)
         case kind if kind == PARAMETERS:
-            return Remedy("gathers, reductions and the norm", _fewer_collectives(config), seconds)
+            text = "gathers, reductions and the norm" if mesh.size > 1 else "the norm of the gradients"
+            return Remedy(text, _fewer_collectives(config), seconds)
         case "optimizer":
             return _optimizer(config, seconds)
         case kind if kind == RECOMPUTE:
             return Remedy("recomputation of activations", "memory.recompute=none, if it fits", seconds)
         case kind if kind == COPIES:
-            key = "memory.max_resident_microbatches=null" if config.memory.max_resident_microbatches else ""
-            return Remedy("copies to and from host memory", key or "memory.offload_fraction=auto", seconds)
+            return Remedy("copies to and from host memory", _fewer_copies(config), seconds)
         case "data":
             return Remedy("waiting for the loader", "data on a local disk, built with `pentad data build`", seconds)
         case kind if kind == STARVED:
@@ -133,7 +133,9 @@ def left_of_parts(config: RunConfig) -> dict[str, float]:
 def _less_to_issue(config: RunConfig, plan: Plan | None) -> str:
     if plan is not None and not plan.cuda_graphs and not reasons_against_graphs(plan):
         return "cluster.cuda_graphs=true"
-    return f"schedule.microbatches={max(1, config.schedule.microbatches // 2)}: fewer, larger instructions"
+    if config.schedule.microbatches == 1:
+        return "batch.global_batch_size: larger instructions"
+    return f"schedule.microbatches={config.schedule.microbatches // 2}: fewer, larger instructions"
 
 
 def _optimizer(config: RunConfig, seconds: float) -> Remedy:
@@ -146,14 +148,22 @@ def _optimizer(config: RunConfig, seconds: float) -> Remedy:
 
 def _fewer_collectives(config: RunConfig) -> str:
     if config.zero.stage == 3:
-        return "zero.max_gathered=null or zero.stage=2, if it fits"
+        return f"{'zero.max_gathered=null' if config.zero.max_gathered else 'zero.stage=2'}, if it fits"
     if config.zero.stage == 2 and config.zero.reduce == "microbatch":
         return "zero.reduce=step"
     if config.mesh.replicas > 1:
         return "batch.global_batch_size: fewer reductions for the same tokens"
-    if config.schedule.post_validation:
+    if config.schedule.post_validation or config.mesh.size == 1:
         return "batch.global_batch_size: fewer updates for the same tokens"
     return "schedule.post_validation=true"
+
+
+def _fewer_copies(config: RunConfig) -> str:
+    if config.memory.max_resident_microbatches:
+        return "memory.max_resident_microbatches=null"
+    if config.memory.offload_fraction == "auto":
+        return "memory.offload_fraction=0, if it fits"
+    return "memory.offload_fraction=auto"
 
 
 def place_names(entries: list[dict[str, Any]]) -> dict[int, str]:

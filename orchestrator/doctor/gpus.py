@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pentad.orchestrator.doctor.finding import Finding, Subject, gpus_named
-from pentad.orchestrator.planning.formatting import format_bytes
+from pentad.orchestrator.planning.formatting import counted, format_bytes
 from pentad.schedules.ir.errors import enumerated
 from pentad.workers.health.gpu_facts import GpuFacts
 
@@ -67,7 +67,7 @@ def judge_ecc(gpus: Sequence[GpuFacts]) -> Finding:
 
 def _ecc_text(gpu: GpuFacts) -> str:
     number = gpu.ecc_errors or 0
-    errors = [f"{number} uncorrectable error{'s' * (number > 1)}"] if number else []
+    errors = [counted(number, "uncorrectable error")] if number else []
     return enumerated([*errors, *(["a row to remap at the next reset"] if gpu.remapping else [])])
 
 

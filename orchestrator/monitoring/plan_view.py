@@ -16,7 +16,7 @@ from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.comm_volume import transports
 from pentad.orchestrator.planning.estimate import ON_HOST, copy_slots_bytes, memories
-from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
+from pentad.orchestrator.planning.formatting import counted, format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.fp8_costs import why_not, why_not_shared
 from pentad.orchestrator.planning.numerics import why_gathered_wide
 from pentad.schedules.ir.errors import enumerated
@@ -77,22 +77,25 @@ def _transport_text(plan: Plan) -> str:
     return text
 
 
+def _mesh_text(plan: Plan) -> str:
+    device, size = "GPU" if plan.device == "cuda" else "CPU", plan.mesh.size
+    ranks, where = (f": {size:,} ranks", f"{device}s") if size > 1 else ("", f"a {device}")
+    graphs = ", CUDA graphs" if plan.cuda_graphs else ""
+    return f"{plan.mesh}{ranks}, {plan.dtype} on {where}{_transport_text(plan)}{graphs}"
+
+
 def facts_table(plan: Plan, costs: Costs) -> Table:
     model, batch, program = plan.model, plan.batch, plan.program
-    device, ranks = "GPU" if plan.device == "cuda" else "CPU", plan.mesh.size
-    mesh, on = (f"{plan.mesh}: {ranks} ranks", f"{device}s") if ranks > 1 else (str(plan.mesh), f"a {device}")
     custom = f"{model.custom.text}, " if model.custom is not None else ""
     size_of_model = f"{model.layers} layers of {model.hidden}, vocabulary of {model.vocab:,}"
-    graphs = ", CUDA graphs" if plan.cuda_graphs else ""
     slices = f" in {program.slices} slices" if program.slices > 1 else ""
-    many = "es" * (program.microbatches > 1)
-    microbatches = f"{program.microbatches} microbatch{many} of {batch.micro_batch_size}{slices}"
+    microbatches = f"{counted(program.microbatches, 'microbatch', 'microbatches')} of {batch.micro_batch_size}{slices}"
     sequences = f"{batch.global_batch_size} sequences of {batch.sequence_length}"
     facts: dict[str, str | Text] = {
         "run": Text(plan.name, "bold"),
         "model": f"{custom}{format_count(num_parameters(model))} parameters: {size_of_model}",
         "batch": f"{sequences} = {batch.tokens:,} tokens a step",
-        "mesh": f"{mesh}, {plan.dtype} on {on}{_transport_text(plan)}{graphs}",
+        "mesh": _mesh_text(plan),
     }
     facts |= _kernel_facts(plan)
     if plan.expert_slots:
@@ -239,7 +242,8 @@ def memory_line(plan: Plan, needs: Needs) -> RenderableType:
     saved = f"; a checkpoint takes up to {format_bytes(snapshot)} of host memory per rank" if snapshot else ""
     kept = f"; copies of state take up to {format_bytes(copies)} of host memory per rank" if copies else ""
     kept += f"; gradients to compare take up to {format_bytes(compared)} of host memory per rank" if compared else ""
-    text = f"rank {rank} needs the most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}"
+    most = "the most memory, " * (len(needs) > 1)
+    text = f"rank {rank} needs {most}{format_bytes(needs[rank]['total'])}: {', '.join(parts)}"
     return Padding(Text(f"{text}{offloaded}{state}{saved}{kept}", "dim"), (0, 1))
 
 

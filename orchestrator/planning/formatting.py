@@ -19,6 +19,11 @@ def format_count(value: float) -> str:
     return f"{value:g}"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number of things, such as '1 rank' or '1,024 ranks'."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def format_bytes(amount: float) -> str:
     """Bytes as '71.3 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):

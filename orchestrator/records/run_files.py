@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pentad.orchestrator.planning.formatting import counted
 from pentad.orchestrator.records.json_lines import append, line_of, lines_before, read_lines, reported, size_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.background import in_daemon
@@ -250,9 +251,7 @@ class RunFiles:
         lines = Counter[str]()
         for change in self.waiting:
             lines[change.path.name] += change.lines
-        return ", ".join(
-            f"{count} line{'s' * (count > 1)} of {name}" if count else name for name, count in lines.items()
-        )
+        return ", ".join(f"{counted(count, 'line')} of {name}" if count else name for name, count in lines.items())
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -25,7 +25,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS
 from pentad.orchestrator.planning.estimate import memories
-from pentad.orchestrator.planning.formatting import format_bytes
+from pentad.orchestrator.planning.formatting import counted, format_bytes
 from pentad.orchestrator.records.checkpoint_places import path_of
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.adoption import Parked, can_adopt, find_parked
@@ -165,7 +165,7 @@ def _reserve(
     mesh, size, timeout = config.mesh.mesh, config.mesh.size, config.cluster.start_timeout_seconds
 
     def place(without: Collection[str] = ()) -> Placement:
-        display.phase(f"placing {size} rank{'s' * (size > 1)}")
+        display.phase(f"placing {counted(size, 'rank')}")
         return reserve(mesh, cluster.device, timeout, fixed=cluster.local, detached=detached, without=without)
 
     return reserve_checked(config, cluster, display, place) if config.cluster.check else (place(), None)

@@ -14,7 +14,7 @@ from typing import Any
 from pentad.orchestrator.api.plans import PlannedRun, planned
 from pentad.orchestrator.config.config import RunConfig, dump, load, unchecked
 from pentad.orchestrator.planning.fit import device_memory
-from pentad.orchestrator.planning.formatting import format_count, format_percent
+from pentad.orchestrator.planning.formatting import counted, format_count, format_percent
 from pentad.orchestrator.planning.hardware import gpu_of
 from pentad.orchestrator.search.result import without_evaluation
 from pentad.orchestrator.search.search import search
@@ -97,7 +97,7 @@ def _candidates(request: SweepRequest, point: Point) -> Iterator[Point | Trial]:
         if not found.choices:
             least = min(found.refusals.values(), key=lambda each: each.least_bytes, default=None)
             reason = f": {least.why}" if least else ""
-            yield _pruned(request, point, f"nothing fits on {gpus} GPUs{reason}", gpus)
+            yield _pruned(request, point, f"nothing fits on {counted(gpus, 'GPU')}{reason}", gpus)
 
 
 def plan_trial(request: SweepRequest, point: Point, free: FreeDevices, folder: Path) -> Trial:
