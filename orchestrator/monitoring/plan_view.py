@@ -242,8 +242,10 @@ def memory_line(plan: Plan, needs: Needs) -> RenderableType:
     saved = f"; a checkpoint takes up to {format_bytes(snapshot)} of host memory per rank" if snapshot else ""
     kept = f"; copies of state take up to {format_bytes(copies)} of host memory per rank" if copies else ""
     kept += f"; gradients to compare take up to {format_bytes(compared)} of host memory per rank" if compared else ""
-    most = "the most memory, " * (len(needs) > 1)
-    text = f"rank {rank} needs {most}{format_bytes(needs[rank]['total'])}: {', '.join(parts)}"
+    who = "each rank needs" if len(needs) > 1 else "rank 0 needs"
+    if any(need != needs[rank] for need in needs):
+        who = f"rank {rank} needs the most memory,"
+    text = f"{who} {format_bytes(needs[rank]['total'])}: {', '.join(parts)}"
     return Padding(Text(f"{text}{offloaded}{state}{saved}{kept}", "dim"), (0, 1))
 
 

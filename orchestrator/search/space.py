@@ -196,7 +196,7 @@ def load_for_search(file: Path | None, words: Sequence[str]) -> tuple[RunConfig,
 
 def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
     """All settings for this many GPUs in which the keys `held` have their configured values; `auto` holds nothing.
-    Raises PentadError if no mesh has this many GPUs."""
+    Without experts, mesh.ep is 1 unless it is held. Raises PentadError if no mesh has this many GPUs."""
     free = {key for key in KEYS if key not in held or value_of(config, key) == "auto"}
     model = config.model_spec("bfloat16")
 
@@ -206,7 +206,8 @@ def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
     meshes = [
         mesh
         for mesh in all_meshes(gpus)
-        if all(f"mesh.{axis}" in free or getattr(mesh, axis) == value_of(config, f"mesh.{axis}") for axis in AXES)
+        if (mesh.ep == 1 or model.experts is not None or "mesh.ep" not in free)
+        and all(f"mesh.{axis}" in free or getattr(mesh, axis) == value_of(config, f"mesh.{axis}") for axis in AXES)
     ]
     if not meshes:
         axes = [f"mesh.{axis}" for axis in AXES if f"mesh.{axis}" not in free]
