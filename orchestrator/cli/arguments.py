@@ -15,7 +15,7 @@ MOST_GPUS = 2**14  # whose meshes are compared in seconds
 Words = Annotated[
     list[str] | None,
     Argument(
-        metavar="[CONFIG] [a.b=value ...]",
+        metavar="CONFIG|a.b=value",
         help="A YAML file (default: the quickstart), then overrides.",
         autocompletion=config_words,
     ),
@@ -26,9 +26,15 @@ Address = Annotated[
 ]
 Run = Annotated[
     str,
-    Argument(help="A run's folder, its name under runs/, or the ID of a submitted job.", autocompletion=run_names),
+    Argument(
+        metavar="RUN",
+        help="A run's folder, its name under runs/, or the ID of a submitted job.",
+        autocompletion=run_names,
+    ),
 ]
-Folder = Annotated[str, Argument(help="A run's folder, or its name under runs/.", autocompletion=run_names)]
+Folder = Annotated[
+    str, Argument(metavar="RUN", help="A run's folder, or its name under runs/.", autocompletion=run_names)
+]
 Timeout = Annotated[float, Option(min=0.01, help="Seconds to wait for an answer.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object on stdout.")]
 _SCHEDULES = (
@@ -41,7 +47,7 @@ _SCHEDULES = (
 class ScheduleArguments:
     """What to build and at which costs, and what to write and print."""
 
-    name: Annotated[str, Argument(help=_SCHEDULES, autocompletion=schedule_names)]
+    name: Annotated[str, Argument(metavar="NAME", help=_SCHEDULES, autocompletion=schedule_names)]
     ranks: Annotated[int, Option(help="Pipeline ranks.")]
     microbatches: Annotated[int, Option(help="Microbatches per step.")]
     chunks: Annotated[int | None, Option(help="Chunks (stages) per rank.")] = None

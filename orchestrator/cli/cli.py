@@ -127,7 +127,7 @@ app.command()(plan)
 
 @app.command()
 def init(
-    out: Annotated[Path | None, Argument(help="A new file (default: stdout).")] = None,
+    out: Annotated[Path | None, Argument(metavar="OUT", help="A new file (default: stdout).")] = None,
     model: Annotated[
         str, Option(metavar="NAME|DIR", help="A published size, such as llama-8b, or a Hugging Face model's folder.")
     ] = "llama-8b",
@@ -291,10 +291,14 @@ def jobs(address: Address = None, as_json: Json = False) -> int:
 @app.command(name="eval")
 def evaluate(
     checkpoint: Annotated[
-        str, Argument(help="A checkpoint's folder; or a run or an imported model, for its newest checkpoint.")
+        str,
+        Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint's folder; or a run or an imported model, for its newest checkpoint.",
+        ),
     ],
     overrides: Annotated[
-        list[str] | None, Argument(metavar="[a.b=value ...]", help="Overrides of the run's configuration.")
+        list[str] | None, Argument(metavar="a.b=value", help="Overrides of the run's configuration.")
     ] = None,
     data: Annotated[
         list[str] | None, Option(metavar="PATH", help="A corpus, or NAME=PATH; may be repeated (default: the run's).")
@@ -330,6 +334,19 @@ def evaluate(
 app.command(name="import-hf")(import_hf)
 app.command(name="export-hf")(export_hf)
 app.command()(convert)
+
+
+def _join_lines(group: typer.Typer) -> None:
+    """Typer keeps the line breaks of docstrings, which fit the sources and not the terminal."""
+    for command in group.registered_commands:
+        text = command.help or inspect.getdoc(command.callback) or ""
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    for each in group.registered_groups:
+        if each.typer_instance is not None:
+            _join_lines(each.typer_instance)
+
+
+_join_lines(app)
 
 
 def _mute() -> None:

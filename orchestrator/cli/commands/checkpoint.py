@@ -13,7 +13,10 @@ from pentad.orchestrator.cli.completion import run_names
 
 checkpoint = typer.Typer(help="Save, list, verify and delete checkpoints.", no_args_is_help=True)
 _Folder = Annotated[
-    str, Argument(help="A run's folder, its name under runs/, or an imported model.", autocompletion=run_names)
+    str,
+    Argument(
+        metavar="RUN", help="A run's folder, its name under runs/, or an imported model.", autocompletion=run_names
+    ),
 ]
 
 

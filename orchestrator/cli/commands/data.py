@@ -100,7 +100,7 @@ def _duration(seconds: float) -> str:
 
 @data.command()
 def inspect(
-    path: Annotated[str, Argument(help="A folder or URI that `pentad data build` wrote.")],
+    path: Annotated[str, Argument(metavar="PATH", help="A folder or URI that `pentad data build` wrote.")],
     samples: Annotated[int, Option(min=0, help="Documents to show the beginning of.")] = 2,
     as_json: Json = False,
 ) -> None:

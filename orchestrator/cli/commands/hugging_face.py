@@ -12,7 +12,7 @@ from pentad.orchestrator.cli.arguments import Json
 
 def import_hf(
     source: Annotated[Path, Argument(metavar="DIR", help="A folder with config.json and safetensors files.")],
-    out: Annotated[Path, Argument(help="A new or empty folder.")],
+    out: Annotated[Path, Argument(metavar="OUT", help="A new or empty folder.")],
     optimizer: Annotated[
         bool, Option("--optimizer", help="Also read the optimizer's state and step from an export.")
     ] = False,
@@ -25,8 +25,10 @@ def import_hf(
 
 
 def export_hf(
-    checkpoint: Annotated[str, Argument(help="A checkpoint's folder, or a run, for its newest checkpoint.")],
-    out: Annotated[Path, Argument(help="A new or empty folder.")],
+    checkpoint: Annotated[
+        str, Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run, for its newest checkpoint.")
+    ],
+    out: Annotated[Path, Argument(metavar="OUT", help="A new or empty folder.")],
     dtype: Annotated[
         Literal["bfloat16", "float32", "fp8"],
         Option(help="Dtype of the weights; fp8: projections in 8 bits with scales, as in DeepSeek-V3's files."),
@@ -47,8 +49,10 @@ def export_hf(
 
 
 def convert(
-    source: Annotated[str, Argument(help="A run, a checkpoint, or a folder of Hugging Face or of torch's DCP.")],
-    out: Annotated[Path, Argument(help="A new or empty folder.")],
+    source: Annotated[
+        str, Argument(metavar="SOURCE", help="A run, a checkpoint, or a folder of Hugging Face or of torch's DCP.")
+    ],
+    out: Annotated[Path, Argument(metavar="OUT", help="A new or empty folder.")],
     to: Annotated[
         Literal["pentad", "hf", "dcp", "torchtitan"],
         Option(help="dcp: for torch.distributed.checkpoint, with transformers' names; torchtitan: with torchtitan's."),
