@@ -22,7 +22,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def sigmoid(x):
     """Computed as the square of a reciprocal root: `tl.sigmoid`, which handles denormal numbers, takes three times as
     many instructions."""
-    root = tl.rsqrt(1.0 + tl.exp2(-LOG2_E * x))
+    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2_E))
     return root * root
 
 
@@ -30,8 +30,8 @@ def sigmoid(x):
 def activate(gate, up, ACT: tl.constexpr):
     """(the activated gate, its slope, the factor it is multiplied by, that factor's slope)"""
     if ACT == "gelu_pytorch_tanh":
-        tanh = 2.0 * sigmoid(2.0 * GELU_SCALE * (gate + GELU_CUBE * gate * gate * gate)) - 1.0
-        inner = GELU_SCALE * (1.0 + 3.0 * GELU_CUBE * gate * gate)
+        tanh = 2.0 * sigmoid((gate + gate * GELU_CUBE * gate * gate) * (2.0 * GELU_SCALE)) - 1.0
+        inner = (1.0 + gate * (3.0 * GELU_CUBE) * gate) * GELU_SCALE
         slope = 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh * tanh) * inner
         return 0.5 * gate * (1.0 + tanh), slope, up, 1.0
     elif ACT == "silu":
@@ -39,8 +39,8 @@ def activate(gate, up, ACT: tl.constexpr):
         return gate * share, share + gate * share * (1.0 - share), up, 1.0
     else:
         clamped = tl.minimum(gate, CLAMP)
-        share = sigmoid(CLAMPED_SLOPE * clamped)
-        slope = share + CLAMPED_SLOPE * clamped * share * (1.0 - share)
+        share = sigmoid(clamped * CLAMPED_SLOPE)
+        slope = share + clamped * CLAMPED_SLOPE * share * (1.0 - share)
         slope = tl.where(gate <= CLAMP, slope, 0.0)
         factor = tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + 1.0
         return clamped * share, slope, factor, tl.where(tl.abs(up) <= CLAMP, 1.0, 0.0)

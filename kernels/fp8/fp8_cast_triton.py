@@ -37,16 +37,6 @@ class Parts(NamedTuple):
     rows: bool = True
     columns: bool = True
 
-    @property
-    def step(self) -> int:
-        """The distance between rows that are held together."""
-        return 4 if self.columns else 1
-
-    @property
-    def height(self) -> int:
-        """The number of rows that are held together."""
-        return 4 * self.quads // self.step
-
 
 GIVEN_PARTS = Parts(16, 64, 2)
 ROW_PARTS, COLUMN_PARTS = Parts(8, 128, 2, columns=False), Parts(32, 64, 2, rows=False)  # where tiles have scales
@@ -62,7 +52,8 @@ def part_of(K, PARTS: tl.constexpr):
 @triton.jit
 def rows_of(row, PARTS: tl.constexpr):
     """The rows of a block, if it is loaded at once, or those of its first quad."""
-    return row + PARTS.step * tl.arange(0, PARTS.height)
+    STEP: tl.constexpr = 4 if PARTS.columns else 1
+    return row + STEP * tl.arange(0, 4 * PARTS.quads // STEP)
 
 
 @triton.jit

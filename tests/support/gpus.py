@@ -1,7 +1,8 @@
 """GPUs for the ranks of a test. A GPU has places for RANKS_A_GPU ranks: one, unless the environment says otherwise.
 
 Ranks that share a GPU pretend to be on several hosts, so that NCCL connects them by sockets: slow, with the same
-results. So tests of four ranks can run on two GPUs, or on one.
+results. So tests of four ranks can run on two GPUs, or on one. There NCCL moves about 1 MB/s (measured on an H200), too
+little for the largest messages of the tests within their time-outs.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ def test_an_interrupt_does_not_wait_for_the_training_of_a_tokenizer(
             ended.set()
 
         threading.Thread(target=read, daemon=True).start()
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             ended.wait(20)
@@ -36,8 +37,6 @@ def test_an_interrupt_does_not_wait_for_the_training_of_a_tokenizer(
     monkeypatch.setattr(module, "train_tokenizer", train)
     for number in range(1000):
         (tmp_path / f"{number}.txt").write_text("a")
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         build(f"{tmp_path}/*.txt")
