@@ -37,8 +37,12 @@ def test_an_interrupt_does_not_wait_for_the_training_of_a_tokenizer(
     monkeypatch.setattr(module, "train_tokenizer", train)
     for number in range(1000):
         (tmp_path / f"{number}.txt").write_text("a")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore the signal
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        build(f"{tmp_path}/*.txt")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build(f"{tmp_path}/*.txt")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - began < 5
     assert ended.wait(5)  # and it does not go on in the background
