@@ -102,14 +102,14 @@ def _numbers(values: Sequence[float | None], x: float, y: float, pitch: int) -> 
 
 
 def _legend(shown_of: str) -> Iterator[str]:
-    x = float(MARGIN)
-    yield f'<text class="soft" x="{x}" y="50">{FULL:.0%} faster</text>'
-    x += 76
+    x, share = float(MARGIN), f"{100 * FULL:g} %"
+    yield f'<text class="soft" x="{x}" y="50">{share} faster</text>'
+    x += 80
     for number in range(-BINS, BINS + 1):
         name = "idle" if not number else f"{'s' if number > 0 else 'f'}{abs(number)}"
         yield f'<rect class="{name}" x="{x:g}" y="40" width="14" height="12"/>'
         x += 14
-    yield f'<text class="soft" x="{x + 8:g}" y="50">{FULL:.0%} slower than ranks with the same stages{shown_of}</text>'
+    yield f'<text class="soft" x="{x + 8:g}" y="50">{share} slower than ranks with the same stages{shown_of}</text>'
 
 
 def _op_heads(ops: Sequence[str], x: float) -> Iterator[str]:
