@@ -1,4 +1,4 @@
-"""Every launch of the kernels that other tests interpret also compiles, which the interpreter does not show."""
+"""What other tests of kernels launch, and Triton interprets, compiles too: the interpreter does not show that."""
 
 import json
 import os
@@ -16,7 +16,7 @@ FP8 = "pentad.kernels.fp8."
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_all_kernels_compile_for_gpus_from_the_a100_on(tmp_path: Path, capability: int) -> None:
+def test_launches_compile_for_gpus_from_the_a100_on(tmp_path: Path, capability: int) -> None:
     given = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "PYTEST"))}
     given |= {"COMPILED": str(tmp_path / "found.json"), "CAPABILITY": str(capability)}
     given["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
